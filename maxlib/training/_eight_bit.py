@@ -90,7 +90,7 @@ def _scaled(x: Array, key: Array, *, is_square: bool) -> Scaled:
     noise = jax.random.bits(key, codes.shape, jnp.uint32) >> (32 - _NOISE_BITS)
     mask = jnp.uint32(0xFFFFFFFF << _NOISE_BITS & 0xFFFFFFFF)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & mask, jnp.float32)
-    rounded = jnp.where(jnp.abs(codes) < jnp.finfo(jnp.float8_e4m3fn).smallest_normal, codes, rounded)
+    rounded = jnp.where(jnp.abs(codes) < float(jnp.finfo(jnp.float8_e4m3fn).smallest_normal), codes, rounded)
     return Scaled(rounded.astype(jnp.float8_e4m3fn).reshape(x.shape), scales)
 
 

@@ -191,7 +191,7 @@ def largest_logits(
     """
     q, k = jax.lax.stop_gradient((q, k))
     groups = q.shape[2] // k.shape[2]
-    index = jnp.arange(k.shape[1])
+    index = jnp.arange(k.shape[1])[None, :]
 
     def chunk(queries: tuple[Array, Array, Array]) -> Array:
         q, k_start, k_end = queries  # of one position: [B, K, G, H], [B], [B]

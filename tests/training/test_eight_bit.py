@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxlib import nn, sharding, training
+from maxlib import nn, ops, sharding, training
 from maxlib.training._eight_bit import _restored, _scaled
 from tests.training import tiny
 
@@ -27,7 +27,7 @@ def test_values_are_within_an_eighth_and_right_on_average(is_square):
 
 
 def test_they_take_about_a_byte_and_train_as_those_of_float32():
-    model, losses, sizes = tiny.llama(dim=64, mlp_dim=128, head_dim=32), {}, {}
+    model, losses, sizes = tiny.llama(dim=64, mlp_dim=128, head_dim=32, rope=ops.Rope(32)), {}, {}
     batch = tiny.batch()
     for moments in (jnp.float32, jnp.float8_e4m3fn):
         optimizer = training.adamw(1e-2, moments=moments, mask=None)
@@ -50,7 +50,7 @@ def test_on_a_mesh_scales_are_split_like_their_values():
     optimizer = training.adamw(1e-2, moments=jnp.float8_e4m3fn, mask=None)
     with sharding.use(layout):
         state = training.make_state(
-            training.copy_model(tiny.llama(dim=64, mlp_dim=1024, head_dim=32), layout), optimizer
+            training.copy_model(tiny.llama(dim=64, mlp_dim=1024, head_dim=32, rope=ops.Rope(32)), layout), optimizer
         )
     nu = optax.tree.get(state.opt_state, "nu")["layers.groups.0.0.mlp.up.w"]
     param = state.trainable["layers.groups.0.0.mlp.up.w"]

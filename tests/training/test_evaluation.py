@@ -99,14 +99,15 @@ def test_a_document_needs_one_of_the_named_sources():
 
 
 def test_several_sets_at_their_steps_and_a_target_that_ends_the_run(rows, tmp_path):
-    free = training.Evaluation(tiny.Loader(1), every=2)
-    values = [trainer(evaluation=free).fit(step)["eval/loss"] for step in (2, 4, 6)]
+    same = {"loader": [tiny.batch()] * 50}
+    held_out = training.Evaluation([tiny.batch()], every=2)
+    values = [trainer(evaluation=held_out, **same).fit(step)["eval/loss"] for step in (2, 4, 6)]
     assert values[0] > values[1] > values[2]
     evaluation = {
         "mix": training.Evaluation(batches(rows, 4), at=(1, 4), loss=training.BySource(SOURCES, BYTES)),
-        "own": training.Evaluation(tiny.Loader(1), every=2, stop_at=("loss", float(values[2]))),
+        "own": training.Evaluation([tiny.batch()], every=2, stop_at=("loss", float(values[2]))),
     }
-    ours = trainer(evaluation=evaluation, directory=tmp_path)
+    ours = trainer(evaluation=evaluation, directory=tmp_path, **same)
     last = ours.fit(40)
     written = observability.read_jsonl(tmp_path / "metrics.jsonl")
     steps = {name: [row["step"] for row in written if f"eval/{name}/loss" in row] for name in evaluation}

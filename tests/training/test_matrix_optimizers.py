@@ -108,7 +108,7 @@ def collectives(compiled, layout):
 @pytest.mark.parametrize("normalize", [None, "rows"])
 def test_each_matrix_is_orthogonalized_on_one_device(layout, normalize):
     """The update is that of one device. Matrices travel by all-to-alls there and back, and nothing is gathered."""
-    build = lambda: tiny.llama(dim=32, mlp_dim=64, num_heads=4, num_layers=8, head_dim=8)
+    build = lambda: tiny.llama(dim=32, mlp_dim=64, num_heads=4, num_layers=8)
     model = jax.eval_shape(build)
     optimizer = training.muon(0.1, model=model, clip=None, normalize=normalize)
     params, _ = nn.partition(build())
@@ -132,7 +132,7 @@ def test_each_matrix_is_orthogonalized_on_one_device(layout, normalize):
 @pytest.mark.full
 def test_a_step_sends_hardly_more_than_that_of_adamw():
     layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)
-    build = lambda: tiny.llama(dim=64, mlp_dim=192, num_heads=8, num_layers=8, head_dim=8)
+    build = lambda: tiny.llama(dim=64, mlp_dim=192, num_heads=8, num_layers=8)
     model, sent = jax.eval_shape(build), {}
     for name, optimizer in {"adamw": training.adamw(1e-3), "muon": training.muon(1e-3, model=model)}.items():
         with sharding.use(layout):
