@@ -51,10 +51,10 @@ def evaluated(rows, size, layout=None):
 
 def test_sums_by_source_are_those_of_float64_and_add_up(rows):
     got, model, parts = evaluated(rows, 4), tiny.model(), {}
-    for document in documents():
-        logits = np.asarray(
-            model.logits(model(jnp.asarray(document["tokens"][None]), dtype=jnp.float32).hidden)[0], np.float64
-        )
+    tokens = jnp.asarray([np.pad(d["tokens"], (0, 12 - len(d["tokens"]))) for d in documents()])
+    logits_of_rows = jax.jit(lambda model: model.logits(model(tokens, dtype=jnp.float32).hidden))(model)
+    for document, padded in zip(documents(), np.asarray(logits_of_rows, np.float64), strict=True):
+        logits = padded[: len(document["tokens"])]
         targets = document["tokens"][1:]
         nll = (np.log(np.exp(logits).sum(-1))[:-1] - logits[np.arange(len(targets)), targets]).sum()
         new = np.array([nll, len(targets), BYTES[targets].sum()])
