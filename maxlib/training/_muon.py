@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -154,7 +154,7 @@ def orthogonalize(
     """
     layout = sharding.current()
     if layout is None or not arrays:
-        return _orthogonalize_parts(arrays, dims, {path: P() for path in arrays}, None)
+        return _orthogonalize_parts(arrays, dims, {path: P() for path in arrays}, {})
     specs = {}
     for path, x in arrays.items():
         names = axes[path][len(axes[path]) - x.ndim :]
@@ -163,7 +163,7 @@ def orthogonalize(
         )
 
     def parts(arrays: dict[str, Array]) -> dict[str, Array]:
-        return _orthogonalize_parts(arrays, dims, specs, layout.mesh)
+        return _orthogonalize_parts(arrays, dims, specs, layout.mesh.shape)
 
     return jax.shard_map(parts, mesh=layout.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(arrays)
 
@@ -172,7 +172,7 @@ def _orthogonalize_parts(
     arrays: dict[str, Array],
     dims: Mapping[str, MatrixDims],
     specs: Mapping[str, P],
-    mesh: Mesh | None,
+    sizes: Mapping[str, int],
 ) -> dict[str, Array]:
     """Orthogonalizes the matrices of which this device has a part; matrices of one shape go together."""
     groups: dict[Any, list[str]] = {}
@@ -189,9 +189,9 @@ def _orthogonalize_parts(
     done = {}
     for (_, split, num_inputs, _), paths in groups.items():
         together = jnp.concatenate([stacks[path] for path in paths])
-        result = _exchanged(together, split, num_inputs, mesh)
-        sizes = [len(stacks[path]) for path in paths]
-        done |= dict(zip(paths, jnp.split(result, [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]), strict=True))
+        result = _exchanged(together, split, num_inputs, sizes)
+        ends = np.cumsum([len(stacks[path]) for path in paths])
+        done |= dict(zip(paths, jnp.split(result, ends[:-1]), strict=True))
     return {path: _restored(done[path], x, dims[path]) for path, x in arrays.items()}
 
 
@@ -207,20 +207,17 @@ def _restored(x: Array, like: Array, dims: MatrixDims) -> Array:
     return x.reshape([like.shape[d] for d in order]).transpose(back)
 
 
-def _exchanged(x: Array, split: tuple[tuple[int, Any], ...], num_inputs: int, mesh: Mesh | None) -> Array:
+def _exchanged(x: Array, split: tuple[tuple[int, Any], ...], num_inputs: int, sizes: Mapping[str, int]) -> Array:
     """Brings each device its share of the matrices, whole, orthogonalizes them, and sends the parts back.
 
     Args:
         x: This device's part of each matrix, `M inputs... outputs...`.
         split: The dimensions that are split, with their mesh axes.
         num_inputs: Number of input dimensions.
-        mesh: The mesh; None without a layout.
+        sizes: The sizes of mesh axes.
     """
-    devices = 1
-    for _, axis in split:
-        assert mesh is not None
-        devices *= math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
-    count = len(x)
+    axes = [name for _, axis in split for name in ((axis,) if isinstance(axis, str) else axis)]
+    count, devices = len(x), math.prod(sizes[name] for name in axes)
     x = jnp.pad(x, ((0, -count % devices), *[(0, 0)] * (x.ndim - 1)))
     for d, axis in split:
         x = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=d, tiled=True)

@@ -39,7 +39,8 @@ def test_they_take_about_a_byte_and_train_as_those_of_float32():
             state, metrics = step(state, batch)
             losses[moments].append(float(metrics["loss"]))
     full, small = losses.values()
-    assert full[-1] < 0.5 * full[0] and small[-1] == pytest.approx(full[-1], rel=0.1)
+    assert max(full[-1], small[-1]) < 0.05 * full[0]
+    assert np.abs(np.subtract(full, small)).max() < 0.05 * full[0]
     params = sum(x.nbytes for x in nn.partition(model)[0].values()) / 4
     assert sizes[jnp.float32] > 8 * params
     assert sizes[jnp.float8_e4m3fn] < 2.2 * params

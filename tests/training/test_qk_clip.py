@@ -60,9 +60,12 @@ def batch():
     return tiny.batch() | {"segment_ids": np.where(np.arange(12) < 5, 1, 2) * np.ones((8, 1), np.int32)}
 
 
-def stepped(attention, limit, optimizer=optax.sgd(0.0), **options):
-    step = jax.jit(training.make_train_step(LOSS, optimizer, qk_clip=limit, **options))
-    return step(training.make_state(model(attention), optimizer), batch())
+def stepping(limit, **options):
+    return jax.jit(training.make_train_step(LOSS, optax.sgd(0.0), qk_clip=limit, **options))
+
+
+def begun(attention):
+    return training.make_state(model(attention), optax.sgd(0.0))
 
 
 def logits_by_layer(attention):
@@ -83,13 +86,20 @@ def factor(attention, largest, limit):
     return eta if attention is mla else np.repeat(eta.reshape(-1, 2, 2).min(-1), 2, axis=-1)
 
 
-@pytest.mark.parametrize("attention", [gqa, mla])
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "remat": "full"}])
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        (gqa, {"microbatches": 2, "remat": "full"}),
+        (mla, {}),
+        pytest.param(gqa, {}, marks=pytest.mark.full),
+        pytest.param(mla, {"microbatches": 2, "remat": "full"}, marks=pytest.mark.full),
+    ],
+)
 def test_heads_over_the_limit_are_scaled_by_the_formula(attention, options):
     largest = logits_by_layer(attention)
     limit = float(np.median(largest))
-    old = training.make_state(model(attention), optax.sgd(0.0)).trainable
-    state, metrics = stepped(attention, limit, **options)
+    old, step = begun(attention).trainable, stepping(limit, **options)
+    state, metrics = step(begun(attention), batch())
     assert float(metrics["max_logit"]) == pytest.approx(largest.max(), rel=1e-5)
     eta = factor(attention, largest, limit)
     assert (eta < 1).any() and (eta == 1).any()
@@ -108,9 +118,7 @@ def test_heads_over_the_limit_are_scaled_by_the_formula(attention, options):
         if name == "k_up.w":
             want *= np.sqrt(rows)[..., None, None]
         np.testing.assert_allclose(state.trainable[path], want, rtol=1e-5, atol=1e-7, err_msg=path)
-    # Layer 0 reads the same input as before, so its logits are the old ones times their factors.
-    net = state.model
-    _, again = stepped_from(net, limit)
+    _, again = step(state, batch())
     assert float(again["max_logit"]) < float(metrics["max_logit"])
 
 
@@ -125,13 +133,8 @@ def test_weights_of_mla_are_those_of_maxtext():
     assert (np.asarray(got["attn.q_up.w"]) != weights["q_up"]).any()
 
 
-def stepped_from(net, limit):
-    step = jax.jit(training.make_train_step(LOSS, optax.sgd(0.0), qk_clip=limit))
-    return step(training.make_state(net, optax.sgd(0.0)), batch())
-
-
 def test_on_a_mesh_as_on_one_device():
-    want, metrics = stepped(gqa, 0.5)
+    want, metrics = stepping(0.5)(begun(gqa), batch())
     layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2))
     with sharding.use(layout):
         state = training.make_state(training.copy_model(model(gqa), layout), optax.sgd(0.0))
@@ -143,18 +146,18 @@ def test_on_a_mesh_as_on_one_device():
 
 
 def test_a_run_at_a_high_rate_stays_under_the_limit_and_the_plain_one_grows():
-    """The limit binds on the forward pass after the one that exceeded it."""
-    optimizer, limit = training.adamw(0.1, mask=None, weight_decay=0.0), 20.0
+    """At ten times the usual rate. A step may exceed the limit by what it adds itself."""
+    optimizer, limit = training.adamw(0.1, mask=None, weight_decay=0.0), 6.0
     seen = {}
     for clip in (limit, 1e9):
         step = training.jit_step(training.make_train_step(LOSS, optimizer, qk_clip=clip))
         state = training.make_state(training.copy_model(model(gqa)), optimizer)
         seen[clip] = []
-        for i in range(30):
+        for i in range(12):
             state, metrics = step(state, tiny.batch(seed=i))
             seen[clip].append(float(metrics["max_logit"]))
-    assert max(seen[1e9]) > 5 * limit
-    assert max(seen[limit]) < 1.5 * limit
+    assert max(seen[1e9]) > 1.7 * limit and max(seen[limit]) < 1.4 * limit
+    assert max(seen[limit][6:]) < 1.1 * limit < min(seen[1e9][6:10])
 
 
 def test_what_cannot_be_clipped_is_refused():
@@ -162,7 +165,7 @@ def test_what_cannot_be_clipped_is_refused():
         16, num_heads=2, head_dim=8, q_norm=nn.RMSNorm(8), k_norm=nn.RMSNorm(8), rngs=rngs
     )
     with pytest.raises(ValueError, match=r"layers\.groups\.0\.0\.attn, whose queries or keys are normalized"):
-        stepped(norms, 1.0)
+        stepping(1.0)(begun(norms), batch())
     with pytest.raises(ValueError, match="needs a model with layers of nn.Attention or nn.MLA"):
         step = jax.jit(training.make_train_step(LOSS, optax.sgd(0.1), qk_clip=1.0))
         step(training.make_state(tiny.model(), optax.sgd(0.1)), tiny.batch())
