@@ -126,7 +126,8 @@ def test_each_matrix_is_orthogonalized_on_one_device(layout, normalize):
     moved = collectives(update, layout)
     # There and back, over each of the two axes: four times a device's part.
     assert moved.pop("all-to-all") == pytest.approx(4 * local, rel=0.01)
-    assert sum(moved.values()) < 0.01 * local, moved
+    # NorMuon also sums squares: a number for each row of a matrix, and one for each matrix.
+    assert moved.keys() <= {"all-reduce"} and sum(moved.values()) < (0.01 if normalize is None else 0.15) * local, moved
 
 
 @pytest.mark.full
@@ -141,7 +142,6 @@ def test_a_step_sends_hardly_more_than_that_of_adamw():
             batch = training.shard_batch(tiny.batch(rows=8, length=32), layout)
             sent[name] = collectives(step.lower(state, batch).compile(), layout)
     totals = {name: sum(kinds.values()) for name, kinds in sent.items()}
-    print(sent, totals)
     assert totals["muon"] <= 1.2 * totals["adamw"], sent
 
 
