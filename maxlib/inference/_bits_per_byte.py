@@ -77,9 +77,9 @@ def score_documents(
 class BitsPerByte:
     """Evaluation of a model on texts, in bits per byte: -log2 p(text) / bytes(text).
 
-        evaluation = inference.BitsPerByte(tokenizer, prefix=eos, documents={"wiki": texts}, tasks={"arc": items})
-        evaluation(generator)["wiki/bits_per_byte"]
-        training.Trainer(..., callbacks=[(1000, evaluation.callback(generator))])
+        evaluation = inference.BitsPerByte(tokenizer, prefix=1, documents={"wiki": ["one two three"]})
+        callback = evaluation.callback(inference.Generator(model))  # evaluation(generator) computes them at once
+        trainer = training.Trainer(model, optimizer, loader, callbacks=[(1000, callback)])
 
     Metrics are `NAME/bits_per_byte` of each set of documents (all their bits over all their bytes, as
     lm-evaluation-harness computes `bits_per_byte`) and of each set of tasks (the mean over the tasks' right

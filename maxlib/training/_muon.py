@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import sharding
 
-MatrixDims = tuple[tuple[int, ...], tuple[int, ...]]  # of inputs, and of outputs
-Dimensions = optax.contrib.MuonDimensionNumbers
+Dimensions = tuple[tuple[int, ...], tuple[int, ...]]  # of inputs, and of outputs
 Normalize = Literal["rows", "elements"]
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic whose slope at zero is large
 STEPS = 5
@@ -111,7 +110,7 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def matrix_dims(x: Array, dims: Dimensions, axes: tuple[str | None, ...]) -> MatrixDims:
+def matrix_dims(x: Array, dims: Dimensions, axes: tuple[str | None, ...]) -> Dimensions:
     """Returns the input and output dimensions of an array, also of a single layer of a stack, which offloading passes.
 
     Args:
@@ -142,7 +141,7 @@ def restored_matrices(
 
 def orthogonalize(
     arrays: dict[str, Array],
-    dims: Mapping[str, MatrixDims],
+    dims: Mapping[str, Dimensions],
     axes: Mapping[str, tuple[str | None, ...]],
 ) -> dict[str, Array]:
     """Orthogonalizes the matrices of each array; under a layout, spread over its devices.
@@ -170,7 +169,7 @@ def orthogonalize(
 
 def _orthogonalize_parts(
     arrays: dict[str, Array],
-    dims: Mapping[str, MatrixDims],
+    dims: Mapping[str, Dimensions],
     specs: Mapping[str, P],
     sizes: Mapping[str, int],
 ) -> dict[str, Array]:
@@ -200,7 +199,7 @@ def _matrices_last(ndim: int, inputs: tuple[int, ...], outputs: tuple[int, ...])
     return (*(d for d in range(ndim) if d not in inputs + outputs), *inputs, *outputs)
 
 
-def _restored(x: Array, like: Array, dims: MatrixDims) -> Array:
+def _restored(x: Array, like: Array, dims: Dimensions) -> Array:
     """Returns an array with the shape and the order of dimensions of `like`."""
     order = _matrices_last(like.ndim, *dims)
     back = tuple(order.index(d) for d in range(like.ndim))

@@ -17,7 +17,7 @@ import optax
 from maxlib import nn, sharding
 from maxlib.training._dion import scale_by_dion
 from maxlib.training._eight_bit import eight_bit_moments
-from maxlib.training._muon import Normalize, scale_by_muon
+from maxlib.training._muon import Dimensions, Normalize, scale_by_muon
 from maxlib.training._offload import offload_by_layer
 from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
 from maxlib.training._soap import scale_by_soap
@@ -270,7 +270,7 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
     return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
 
 
-def muon_dimensions(model: Any, *, split_heads: bool = False) -> dict[str, optax.contrib.MuonDimensionNumbers]:
+def muon_dimensions(model: Any, *, split_heads: bool = False) -> dict[str, Dimensions]:
     """Finds the input and output dimensions of each matrix by path; all other dimensions number the matrices.
 
     Args:
@@ -286,7 +286,7 @@ def muon_dimensions(model: Any, *, split_heads: bool = False) -> dict[str, optax
         apart = {"expert", "heads", "kv_heads"} if split_heads and "head_dim" in names else {"expert"}
         outputs = tuple(d for d in axes if names[d] not in summed and names[d] not in apart)
         if inputs and outputs and ".router." not in path:
-            dimensions[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
+            dimensions[path] = inputs, outputs
     return dimensions
 
 

@@ -100,8 +100,10 @@ def clip_queries_and_keys(
         layer = layers[path]
         factor = limit / jnp.maximum(largest, limit)  # [..., N]
         factor = factor if skipped is None else jnp.where(skipped, 1.0, factor)
-        scaled = _scaled_mla if isinstance(layer, nn.MLA) else _scaled_gqa
-        new |= scaled(params, path, layer, factor)
+        if isinstance(layer, nn.MLA):
+            new |= _scaled_mla(params, path, layer, factor)
+        else:
+            new |= _scaled_gqa(params, path, layer, factor)
     return new
 
 

@@ -87,7 +87,7 @@ class Ramp:
 
 def _at(ramp: Mapping[int, int], step: int) -> int:
     """Returns the number that holds at a step."""
-    return next(number for start, number in reversed(ramp.items()) if start <= step)
+    return next(number for start, number in reversed(list(ramp.items())) if start <= step)
 
 
 def _cut(x: np.ndarray, pieces: int) -> np.ndarray:

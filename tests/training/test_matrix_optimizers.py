@@ -61,7 +61,7 @@ def test_twenty_steps_are_those_of_pytorch_optimizer(name, make):
 
 
 def test_twenty_steps_of_muon_are_those_of_optax():
-    dims = optimizers.muon_dimensions(stack())
+    dims = {path: optax.contrib.MuonDimensionNumbers(*d) for path, d in optimizers.muon_dimensions(stack()).items()}
     theirs = optax.contrib.muon(goldens.RATE, consistent_rms=0.2, weight_decay=0.1, muon_weight_dimension_numbers=dims)
     np.testing.assert_allclose(trained(muon())[0], trained(theirs)[0], rtol=0, atol=1e-6)
 
