@@ -10,6 +10,7 @@ COMMANDS = {
     "plan": "does a training step fit on hardware that you do not have, and how fast can it be?",
     "generate": "generate text with a model, streaming it",
     "chat": "talk with a model",
+    "serve": "serve a model with OpenAI's API",
     "convert": "write a model in another dtype, shard size or number of bits",
     "inspect": "list the arrays of a directory or checkpoint, or what differs between two",
     "models": "list model families and presets",

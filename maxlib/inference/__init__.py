@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from maxlib.inference._chat import Chat as Chat
     from maxlib.inference._chat import stop_tokens as stop_tokens
     from maxlib.inference._continuous import LocalEngine as LocalEngine
+    from maxlib.inference._continuous import LogitsProcessor as LogitsProcessor
+    from maxlib.inference._continuous import Request as Request
     from maxlib.inference._engine import Completion as Completion
     from maxlib.inference._engine import Engine as Engine
     from maxlib.inference._generate import Generator as Generator
     from maxlib.inference._generate import generate as generate
     from maxlib.inference._harness import Harness as Harness
+    from maxlib.inference._openai import openai_app as openai_app
+    from maxlib.inference._processors import Grammar as Grammar
+    from maxlib.inference._processors import LogitBias as LogitBias
     from maxlib.inference._sampling import GREEDY as GREEDY
     from maxlib.inference._sampling import Sampler as Sampler
+    from maxlib.inference._serve import serve as serve
     from maxlib.inference._server import ServerEngine as ServerEngine
     from maxlib.inference._server import ServerError as ServerError
     from maxlib.inference._speculate import Speculated as Speculated

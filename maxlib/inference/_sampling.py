@@ -1,4 +1,7 @@
-"""Sampling of the next token from logits."""
+"""Sampling of the next token from logits.
+
+Shapes: B rows, V vocabulary.
+"""
 
 import dataclasses
 import math
@@ -26,6 +29,11 @@ class Sampler:
             arXiv:1904.09751); of equal tokens the lowest ids. None keeps all.
         min_p: Keeps tokens at least `min_p` times as probable as the best one (Nguyen et al. 2024, arXiv:2407.01082);
             None keeps all.
+        repetition_penalty: Divides positive logits of tokens that the prompt or the completion has, and multiplies
+            negative ones (Keskar et al. 2019, arXiv:1909.05858). The three penalties need an engine, which knows the
+            tokens so far.
+        presence_penalty: Subtracted from the logits of tokens that the completion has.
+        frequency_penalty: Subtracted as often as the completion has the token.
 
     Raises:
         ValueError: when a setting is no number or out of range.
@@ -35,6 +43,9 @@ class Sampler:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self):
         temperature = number("temperature", self.temperature)
@@ -50,9 +61,24 @@ class Sampler:
                 if not 0 < share <= 1:
                     raise ValueError(f"{name} must lie in (0, 1], got {share}")
                 object.__setattr__(self, name, share)
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, number(name, getattr(self, name)))
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be above 0 (1 has no effect), got {self.repetition_penalty}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Returns whether draws depend on the tokens so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws a token for each row with the row's key, so that it does not depend on other rows."""
+        """Draws a token for each row with the row's key, so that it does not depend on other rows.
+
+        Raises:
+            ValueError: when there are penalties, for which the tokens so far are not known here.
+        """
+        if self.penalizes:
+            raise ValueError("penalties need the tokens so far: sample with inference.LocalEngine")
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = self.filtered(scaled(logits.astype(jnp.float32), self.temperature))
@@ -64,14 +90,16 @@ class Sampler:
             kth = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
             logits = jnp.where(logits < kth, -jnp.inf, logits)
         if self.top_p is not None and self.top_p < 1:
-            logits = jnp.where(_in_nucleus(logits, self.top_p), logits, -jnp.inf)
-        if self.min_p is not None:
-            # p >= min_p * p_max, in logarithms: the normalization cancels.
-            logits = jnp.where(logits < logits.max(axis=-1, keepdims=True) + math.log(self.min_p), -jnp.inf, logits)
-        return logits
+            logits = jnp.where(in_nucleus(logits, self.top_p), logits, -jnp.inf)
+        return logits if self.min_p is None else without_unlikely(logits, math.log(self.min_p))
 
 
-def scaled(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
+def without_unlikely(logits: Float[Array, "B V"], log_min_p: float | Array) -> Float[Array, "B V"]:
+    """Drops tokens with p < min_p * p_max, in logarithms: the normalization cancels."""
+    return jnp.where(logits < logits.max(axis=-1, keepdims=True) + log_min_p, -jnp.inf, logits)
+
+
+def scaled(logits: Float[Array, "*B V"], temperature: float | Array) -> Float[Array, "*B V"]:
     """Divides logits by a temperature, less their maximum, so that a low temperature does not overflow."""
     return (logits - logits.max(axis=-1, keepdims=True)) / temperature
 
@@ -82,7 +110,7 @@ def check_sampler(sampler: Any) -> None:
         raise ValueError(f"sampler must be an inference.Sampler, such as Sampler(temperature=0.7), got {sampler!r}")
 
 
-def _in_nucleus(logits: Float[Array, "B V"], top_p: float) -> Bool[Array, "B V"]:
+def in_nucleus(logits: Float[Array, "B V"], top_p: float | Array) -> Bool[Array, "B V"]:
     """Returns whether each token is in the nucleus, the smallest set whose mass is at least `top_p`."""
     ranked = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(ranked, axis=-1)

@@ -14,6 +14,7 @@ from maxlib import nn
 from maxlib.inference._arguments import Prompts, check_prompts, integer
 from maxlib.inference._generate import Generator, right_padded, shared_capacity
 from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._text import StopTexts
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
 Score = tuple[float, bool]
@@ -76,9 +77,7 @@ def continue_until(
         sampler: Draws tokens.
         key: Random key for sampling.
     """
-    until = [text for text in until if text]
-    # Tokens, except special ones, have at least one byte, so this many tokens contain any of these texts.
-    tail = 8 + max((len(text.encode()) for text in until), default=0)
+    stop = StopTexts(functools.partial(decode, special=True), until)
     rows: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(rows)))
     options = {"sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
@@ -90,12 +89,11 @@ def continue_until(
                 running.discard(n)
                 continue
             rows[n].append(token)
-            recent = decode(rows[n][-tail:], special=True)
-            if any(text in recent for text in until):
+            if stop.end(rows[n]):
                 running.discard(n)
         if not running:
             break
-    return [_before(decode(row), until) for row in rows]
+    return [_before(decode(row), stop.texts) for row in rows]
 
 
 def _before(text: str, until: Iterable[str]) -> str:

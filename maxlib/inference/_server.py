@@ -169,7 +169,8 @@ class ServerEngine:
         """Returns the part of a request that is the same for all prompts."""
         # Send all settings, because servers take missing ones from the model's generation_config.json.
         draws = {"top_k": sampler.top_k or -1, "top_p": sampler.top_p or 1.0, "min_p": sampler.min_p or 0.0}
-        draws |= {"temperature": sampler.temperature, "repetition_penalty": 1.0}
+        draws |= {"temperature": sampler.temperature, "repetition_penalty": sampler.repetition_penalty}
+        draws |= {"presence_penalty": sampler.presence_penalty, "frequency_penalty": sampler.frequency_penalty}
         # A request only ends at these ids; the model's own end-of-text id is ignored.
         ends = {"stop_token_ids": sorted(stop), "ignore_eos": True}
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
@@ -183,7 +184,8 @@ class ServerEngine:
                 f"raw_logprobs are at temperature 1, but the sampler has {sampler.temperature}: start the server with "
                 "--logprobs-mode processed_logprobs and pass logprobs_mode=, or sample at 1"
             )
-        if not raw and (sampler.temperature == 0 or {sampler.top_k, sampler.top_p, sampler.min_p} != {None}):
+        filters = sampler.penalizes or {sampler.top_k, sampler.top_p, sampler.min_p} != {None}
+        if not raw and (sampler.temperature == 0 or filters):
             raise ValueError(
                 f"processed_logprobs are computed after filters, so there must be no filters; got {sampler}"
             )

@@ -1,6 +1,7 @@
 """Generation of text with a tokenizer."""
 
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jaxtyping import Array, Key
@@ -42,7 +43,7 @@ def stream_text(
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     options: Any = {"sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
     steps = generator.stream([ids], max_new_tokens=max_new_tokens, images=images, audio=audio, **options)
-    pieces = _Pieces(tokenizer, ids)
+    pieces = _Pieces(tokenizer.decode, ids)
     for (token,) in steps:
         assert token is not None  # a stream of one prompt ends with it
         if token in stop_token_ids:
@@ -60,8 +61,8 @@ class _Pieces:
     shown yet are decoded behind those of the last piece, and their text is what that adds.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        self._decode = tokenizer.decode
+    def __init__(self, decode: Callable[..., str], prompt: Sequence[int], **options: Any):
+        self._decode = functools.partial(decode, **options)
         size = 1
         while size < len(prompt) and not self._decode(prompt[-size:]).strip(_CUT):
             size *= 2
@@ -99,3 +100,75 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """
     encoded = tokenizer.encode(text)
     return list(getattr(encoded, "ids", encoded))
+
+
+class StopTexts:
+    """Texts that end a completion.
+
+    Args:
+        decode: Converts ids to text.
+        texts: The texts; empty ones are ignored.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], texts: Collection[str]):
+        self._decode, self.texts = decode, [text for text in texts if text]
+        # Tokens, except special ones, have at least one byte, so this many tokens contain any of these texts.
+        self._tail = 8 + max((len(text.encode()) for text in self.texts), default=0)
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Returns whether the last tokens have one of the texts."""
+        recent = self._decode(tokens[-self._tail :])
+        return any(text in recent for text in self.texts)
+
+
+class TextWriter:
+    """Decodes a completion piece by piece, without the token or the text that ends it.
+
+    What may be the beginning of a stop text is held back until that is certain.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer`.
+        prompt: Ids of the prompt.
+        stop: Texts that end the completion.
+        ends: Ids that end it.
+        show_special: True writes special tokens as well.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        *,
+        stop: Collection[str] = (),
+        ends: Collection[int] = (),
+        show_special: bool = False,
+    ):
+        self._pieces = _Pieces(tokenizer.decode, prompt, skip_special_tokens=not show_special)
+        self._stop, self._ends = [text for text in stop if text], frozenset(ends)
+        self._held, self._ended = "", False
+
+    def add(self, token: int) -> str:
+        """Returns the text that is certain after a token."""
+        return "" if token in self._ends else self._certain(self._pieces.add(token), at_end=False)
+
+    def rest(self) -> str:
+        """Returns the rest of the text."""
+        return self._certain(self._pieces.rest(), at_end=True)
+
+    def _certain(self, piece: str, *, at_end: bool) -> str:
+        if self._ended:
+            return ""
+        text = self._held + piece
+        places = [place for place in map(text.find, self._stop) if place >= 0]
+        self._ended = bool(places)
+        if places:
+            end = min(places)
+        else:
+            end = len(text) if at_end else len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[end:]
+        return text[:end]
+
+
+def overlap(text: str, marker: str) -> int:
+    """Returns how many characters at the end of a text may be the beginning of a marker."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

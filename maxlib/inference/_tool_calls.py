@@ -16,7 +16,7 @@ _DEEPSEEK, _DEEPSEEK_CALL, _DEEPSEEK_SEP = "<｜tool▁calls▁begin｜>", "<｜
 _DSML = "<｜DSML｜function_calls>"
 _QUOTED = 200  # characters of a text that an error shows
 # The text from which each format's calls may begin; Llama 3 writes bare JSON, and GPT-OSS the header of a message.
-CALL_MARKERS: dict[str, tuple[str, ...]] = {
+CALL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {
     "hermes": (_HERMES,),
     "llama3": (_PYTHON_TAG, "{"),
     "deepseek": (_DEEPSEEK, _DSML),

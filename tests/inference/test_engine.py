@@ -8,6 +8,7 @@ import pytest
 from maxlib import inference, nn, sharding
 from maxlib.inference import Generator, LocalEngine, Sampler
 from maxlib.inference import _continuous as continuous
+from maxlib.inference import _slots as programs
 from tests.nn.tiny import filled_llama
 
 PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [8, 8], [40, 41, 42]]
@@ -34,8 +35,8 @@ def test_greedy_equals_one_prompt_at_a_time(model, engine):
 
 def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, monkeypatch):
     """Keys are those of the prompts repeated, and each prompt is computed once."""
-    sampler, key, calls, prefill = Sampler(temperature=0.8, top_k=20), jax.random.key(3), [], continuous._prefill
-    monkeypatch.setattr(continuous, "_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
+    sampler, key, calls, prefill = Sampler(temperature=0.8, top_k=20), jax.random.key(3), [], continuous.prefill
+    monkeypatch.setattr(continuous, "prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
     got = engine.generate(PROMPTS[:3], num_samples=3, max_new_tokens=5, sampler=sampler, key=key)
     repeated = [prompt for prompt in PROMPTS[:3] for _ in range(3)]
     alone = Generator(model, dtype=jnp.float32)
@@ -83,10 +84,10 @@ def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(model,
 
 def test_new_weights_compile_nothing(model, engine):
     before = engine.generate(PROMPTS, max_new_tokens=LIMITS)
-    sizes = [f._cache_size() for f in (continuous._prefill, continuous._insert, continuous._step)]
+    sizes = [f._cache_size() for f in (programs.prefill, programs.extend, programs.insert, programs.step)]
     engine.update(filled_llama(1, num_layers=2))
     after = engine.generate(PROMPTS, max_new_tokens=LIMITS)
-    assert sizes == [f._cache_size() for f in (continuous._prefill, continuous._insert, continuous._step)]
+    assert sizes == [f._cache_size() for f in (programs.prefill, programs.extend, programs.insert, programs.step)]
     engine.update(model)
     assert before != after and before == engine.generate(PROMPTS, max_new_tokens=LIMITS)
 

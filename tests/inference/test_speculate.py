@@ -5,11 +5,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import scipy.stats
 from flax import nnx
 
 from maxlib import ops
-from maxlib.inference import Generator, speculate
+from maxlib.inference import Generator, LocalEngine, Sampler, speculate
 from maxlib.models import deepseek
 from tests.nn.tiny import filled, filled_llama
 
@@ -76,11 +78,11 @@ def test_caches_are_those_of_the_generator(generator, monkeypatch, dtype):
     made, model = [], type(generator.model)
     for name in ("init_cache", "init_draft_cache"):
         init = getattr(model, name)
-        record = lambda *a, init=init, **options: made.append(options["dtype"]) or init(*a, **options)
+        record = lambda *a, init=init, **options: made.append(options.get("dtype")) or init(*a, **options)
         monkeypatch.setattr(model, name, record)
     rounded = Generator(generator.model, dtype=jnp.float32, cache_dtype=dtype)
     got = speculate(rounded, PROMPTS, max_new_tokens=6)
-    assert len(made) == 4 and set(made) == {dtype}
+    assert dtype in made and set(made) <= {dtype, None}  # None: only the layout is looked at
     assert got.texts == rounded.generate(PROMPTS, max_new_tokens=6)
 
 
@@ -109,5 +111,42 @@ def test_models_that_cannot_are_refused(generator):
     without.mtp = nnx.List([])
     with pytest.raises(ValueError, match="load it with num_mtp=1"):
         speculate(Generator(without, dtype=jnp.float32), PROMPTS, max_new_tokens=4)
-    with pytest.raises(ValueError, match="must fit the capacity"):
-        speculate(generator, PROMPTS, max_new_tokens=4, capacity=15)
+    with pytest.raises(ValueError, match="must fit the slots' capacity of 14, got 15"):
+        speculate(generator, PROMPTS, max_new_tokens=4, capacity=14)
+
+
+def test_sampled_texts_are_those_without_drafts(generator):
+    """Conversations of two turns, in chunks, whose beginnings are reused in the cache of the module, too."""
+    texts = []
+    for options in ({}, {"num_drafts": 1, "drafter": "mtp", "chunk": 16}):
+        engine = LocalEngine(generator.model, slots=2, capacity=96, dtype=jnp.float32, **options)
+        conversation = PROMPTS[2] * 3
+        for turn in range(2):
+            request = engine.submit(conversation, max_new_tokens=12, sampler=Sampler(), key=jax.random.key(turn))
+            conversation = [*conversation, *request.result().tokens, 1, 2]
+        texts.append(conversation)
+        assert request.cached >= 44 - (engine.num_drafts > 0)
+    assert texts[0] == texts[1] and 0 < engine.num_accepted < engine.num_drafted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafts", [{"num_drafts": 1, "drafter": "mtp"}, {"num_drafts": 2}])
+def test_draws_with_drafts_follow_the_distribution(generator, drafts):
+    """Chi-squared test of 50,000 draws: each at a uniform place of its token's share of the cumulative probability
+    under a forward pass, the places are uniform.
+    """
+    model, prompt, rows, count, sampler = generator.model, PROMPTS[2], 2500, 20, Sampler(0.7, top_k=5)
+    engine = LocalEngine(model, slots=500, capacity=32, dtype=jnp.float32, **drafts)
+    (group,) = engine.generate([prompt], num_samples=rows, max_new_tokens=count, sampler=sampler, key=jax.random.key(5))
+    tokens = np.array([one.tokens for one in group])
+    texts = np.concatenate([np.tile(prompt, (rows, 1)), tokens], axis=1).astype(np.int32)
+    scores = jax.jit(lambda texts: model.logits(model(texts, dtype=jnp.float32).hidden))(texts)[:, len(prompt) - 1 : -1]
+    filtered = np.asarray(sampler.filtered(scores.reshape(-1, CFG.vocab) / 0.7), np.float64)
+    probs = np.exp(filtered - filtered.max(axis=-1, keepdims=True))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    chosen = np.take_along_axis(probs, tokens.reshape(-1, 1), axis=-1)[:, 0]
+    below = np.take_along_axis(np.cumsum(probs, axis=-1), tokens.reshape(-1, 1), axis=-1)[:, 0] - chosen
+    place = below + chosen * np.random.default_rng(0).random(len(chosen))
+    observed = np.histogram(place, bins=50, range=(0, 1))[0]
+    assert observed.sum() == rows * count and chosen.min() > 0 and engine.num_accepted > 1000
+    assert scipy.stats.chisquare(observed).pvalue > 1e-3

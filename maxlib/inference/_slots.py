@@ -1,0 +1,403 @@
+"""Programs of `LocalEngine`: what the devices compute for its slots.
+
+Shapes: S slots, N drafts of a row in a step, M = N + 1 tokens that it runs, T tokens of a chunk with padding, D width,
+    V vocabulary, A alternatives. A slot holds its row's cache, and the row's last token, which is drawn but not run.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from maxlib import nn
+from maxlib.inference._generate import empty_cache
+from maxlib.inference._sampling import in_nucleus, scaled, without_unlikely
+
+
+@nn.pytree
+class Settings:
+    """Settings of the samplers of rows, as arrays: rows of one step may have different ones.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps all.
+        top_p: 1 keeps all.
+        log_min_p: Logarithm of `min_p`; `-inf` keeps all.
+        penalties: The repetition, presence and frequency penalties.
+    """
+
+    temperature: Float[Array, " S"]
+    top_k: Int[Array, " S"]
+    top_p: Float[Array, " S"]
+    log_min_p: Float[Array, " S"]
+    penalties: Float[Array, "S 3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """What a step must compute besides the greedy token, because a row needs it; a static argument.
+
+    Attributes:
+        samples: Some row does not decode greedily.
+        top_k: The largest `top_k` of the rows, rounded up to a power of two; 0 if none has this filter.
+        top_p: Some row has this filter.
+        min_p: Some row has this filter.
+        alternatives: Number of the best tokens to return with their log-probabilities, rounded up as well.
+    """
+
+    samples: bool = False
+    top_k: int = 0
+    top_p: bool = False
+    min_p: bool = False
+    alternatives: int = 0
+
+    def __or__(self, other: "Features") -> "Features":
+        """Returns what serves the rows of both."""
+        return Features(
+            *(max(a, b) for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+        )
+
+
+@nn.pytree
+class Caches:
+    """Caches of rows: of the model, and of its MTP module if that drafts."""
+
+    model: nn.cache.Cache
+    mtp: nn.cache.Cache | None
+
+    def with_length(self, length: Int[Array, " S"]) -> "Caches":
+        """Returns caches in which the tokens after `length` are forgotten."""
+        mtp = None if self.mtp is None else dataclasses.replace(self.mtp, length=length)
+        return Caches(dataclasses.replace(self.model, length=length), mtp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Making:
+    """How caches are made; a static argument.
+
+    Attributes:
+        capacity: Maximum number of tokens in a row.
+        dtype: Dtype of cached values.
+        num_drafts: Number of tokens to rewind, for which rings get spare slots.
+        mtp: True makes a cache of the MTP module, too.
+    """
+
+    capacity: int
+    dtype: Any
+    num_drafts: int
+    mtp: bool
+
+    def caches(self, model: Any, rows: int) -> Caches:
+        """Returns empty caches."""
+        cache = self._rewindable(empty_cache(model, rows, self.capacity, self.dtype))
+        if not self.mtp:
+            return Caches(cache, None)
+        return Caches(cache, self._rewindable(model.init_draft_cache(rows, self.capacity, dtype=self.dtype)))
+
+    def _rewindable(self, cache: nn.cache.Cache) -> nn.cache.Cache:
+        # A drafter attends to one key more than the window has.
+        layers = nn.cache.make_rewindable(cache.layers, self.num_drafts + 1) if self.num_drafts else cache.layers
+        return dataclasses.replace(cache, layers=layers)
+
+
+@nn.pytree
+class History:
+    """The tokens of rows, for penalties.
+
+    Attributes:
+        seen: Tokens that the prompt or the completion has.
+        counts: How often the completion has each.
+    """
+
+    seen: Bool[Array, "S V"]
+    counts: Int[Array, "S V"]
+
+
+@nn.pytree
+class Slots:
+    """Arrays of all slots.
+
+    Attributes:
+        caches: Caches of the tokens that were run.
+        token: The token after them.
+        drafts: Guesses of the tokens after `token`; None without a model that drafts.
+        keys: Data of the rows' random keys.
+        drawn: Number of tokens drawn for the row.
+        history: None until a row has penalties.
+    """
+
+    caches: Caches
+    token: Int[Array, " S"]
+    drafts: Int[Array, "S N"] | None
+    keys: UInt32[Array, "S K"]
+    drawn: Int[Array, " S"]
+    history: History | None
+
+
+@nn.pytree
+class Draws:
+    """Tokens that a step drew.
+
+    Attributes:
+        token: The token after each of the M that were run.
+        log_prob: Its log-probability, before penalties, processors and filters.
+        taken: Number of leading drafts that were right; the tokens after them do not count, but the first one.
+        best: The best tokens and their log-probabilities; None without alternatives.
+    """
+
+    token: Int[Array, "S M"]
+    log_prob: Float[Array, "S M"]
+    taken: Int[Array, " S"]
+    best: tuple[Int[Array, "S M A"], Float[Array, "S M A"]] | None
+
+
+@functools.partial(jax.jit, static_argnames=("making", "dtype"))
+def prefill(
+    model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], inputs, *, making, dtype
+):
+    """Runs a prompt, or its first chunk, and returns its caches and the hidden state of its last token, `1 1 D`.
+
+    Args:
+        model: The model.
+        tokens: The tokens.
+        valid: False for padding.
+        after: The token after each, -1 where it is not known; only the MTP module reads them.
+        inputs: Images and audio by name.
+        making: How caches are made.
+        dtype: Dtype of the computation.
+    """
+    return _run(model, making.caches(model, 1), tokens, valid, after, inputs, dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="caches")
+def extend(model, caches, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], *, dtype):
+    """Runs the next chunk of a prompt, and returns the same as `prefill`."""
+    return _run(model, caches, tokens, valid, after, {}, dtype)
+
+
+def _run(model, caches, tokens, valid, after, inputs, dtype):
+    out = model(tokens, valid=valid, cache=caches.model, dtype=dtype, **inputs)
+    mtp = caches.mtp
+    if mtp is not None:
+        _, mtp = model.draft(out.hidden, jnp.maximum(after, 0), valid=after >= 0, cache=mtp)
+    return Caches(out.cache, mtp), jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+
+
+def _ahead(model, hidden: Float[Array, "S M D"], after: Int[Array, "S M"], valid, mtp, place: Int[Array, " S"]):
+    """Runs the MTP module over tokens, and returns its guess after a place of each row, `S 1`, and its cache."""
+    hidden, mtp = model.draft(hidden, after, valid=valid, cache=mtp)
+    last = jnp.take_along_axis(hidden, place[:, None, None], axis=1)
+    return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), mtp
+
+
+@jax.jit
+def take_row(caches: Caches, slot, length) -> Caches:
+    """Copies the first `length` tokens of a slot's caches as caches of one row."""
+    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), caches)
+    return row.with_length(jnp.full(1, length, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("slots", "num_drafts"))
+def empty_slots(caches, key, *, slots, num_drafts) -> Slots:
+    """Makes the arrays of empty slots, of the shapes of one row; `num_drafts` is 0 unless a model drafts."""
+    one = jnp.zeros(1, jnp.int32)
+    row = Slots(caches, one, jnp.zeros((1, num_drafts), jnp.int32) if num_drafts else None, key[None], one, None)
+    return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), row)
+
+
+def grown(model: Any, caches: Caches, making: Making) -> Caches:
+    """Returns caches of a larger capacity with the same contents.
+
+    Token `i` is in slot `i` of a cache that is not full, so arrays only get longer; also where a cache is a ring from
+    some capacity on.
+    """
+    larger = jax.eval_shape(lambda: making.caches(model, len(caches.model.length)))
+    leaves, tree = jax.tree.leaves(caches), jax.tree.structure(larger)
+    shapes = [x.shape for x in jax.tree.leaves(larger)]
+    return tree.unflatten(_padded(leaves, shapes=tuple(shapes)))
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _padded(arrays, *, shapes):
+    return [
+        jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
+        for x, shape in zip(arrays, shapes, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("features", "impl"), donate_argnames="state")
+def insert(
+    model, drafter, state: Slots, caches, hidden, key, slot, prompt, settings: Settings, bias, *, features, impl
+):
+    """Draws the first token of a prompt, and writes its row into a slot, overwriting the previous row completely.
+
+    Args:
+        model: The model.
+        drafter: A model that drafts for it, or None.
+        state: All slots.
+        caches: The prompt's caches.
+        hidden: The hidden state of its last token.
+        key: Data of the row's key.
+        slot: Index of the slot.
+        prompt: Tokens that the prompt has, `1 V`; None unless the state has a history.
+        settings: Settings of the row.
+        bias: `1 V`, what processors add to the logits; None without any.
+        features: What must be computed.
+        impl: Implementation of the key.
+
+    Returns:
+        The new state, and the draws of one row.
+    """
+    history = None if prompt is None else History(prompt, jnp.zeros(prompt.shape, jnp.int32))
+    logits = model.logits(hidden).astype(jnp.float32)
+    draws = _draw(logits, key[None], jnp.zeros(1, jnp.int32), history, settings, bias, features, impl)
+    token = draws.token[:, 0]
+    if history is not None:
+        history = _counted(history, token, jnp.array([True]))
+    if caches.mtp is None:
+        count = 0 if state.drafts is None else state.drafts.shape[1]
+        drafts = None if drafter is None else drafter.draft(model, hidden, token, caches.model, count=count)
+    else:
+        drafts, mtp = _ahead(model, hidden, token[:, None], None, caches.mtp, jnp.zeros(1, jnp.int32))
+        caches = Caches(caches.model, mtp)
+    row = Slots(caches, token, drafts, key[None], jnp.ones(1, jnp.int32), history)
+    state = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row)
+    return state, draws
+
+
+@functools.partial(jax.jit, static_argnames=("features", "dtype", "impl"), donate_argnames="state")
+def step(
+    model,
+    drafter,
+    state: Slots,
+    active: Bool[Array, " S"],
+    drafts: Int[Array, "S N"] | None,
+    num_drafts: Int[Array, " S"],
+    settings: Settings,
+    bias: Float[Array, "S V"] | None,
+    *,
+    features,
+    dtype,
+    impl,
+) -> tuple[Slots, Draws]:
+    """Runs the last token of each active row and its drafts, and draws the tokens after them.
+
+    A draft counts if it is the token that is drawn in its place. So a row has the same tokens as without drafts:
+    this is rejection sampling (Leviathan et al. 2023, arXiv:2211.17192) with certain drafts, which are accepted with
+    their probability under the model, and replaced by a draw among the other tokens.
+
+    Returns:
+        The new state, and the draws.
+    """
+    drafts = state.drafts if drafts is None else drafts
+    assert drafts is not None
+    inputs = jnp.concatenate([state.token[:, None], drafts], axis=1)  # [S, M]
+    place = jnp.arange(inputs.shape[1])[None]
+    valid = active[:, None] & (place <= num_drafts[:, None])
+    out = model(inputs, valid=valid, cache=state.caches.model, dtype=dtype)
+    logits = model.logits(out.hidden).astype(jnp.float32)
+    draws = _draw(logits, state.keys, state.drawn, state.history, settings, bias, features, impl)
+    right = (draws.token[:, :-1] == drafts) & (place[:, 1:] <= num_drafts[:, None])
+    taken = jnp.cumprod(right, axis=1).sum(axis=1)
+    num_new = jnp.where(active, 1 + taken, 0)
+    caches, token = Caches(out.cache, state.caches.mtp), jnp.take_along_axis(draws.token, taken[:, None], axis=1)[:, 0]
+    token = jnp.where(active, token, state.token)
+    if drafts.shape[1]:  # later slots are overwritten
+        caches = caches.with_length(state.caches.model.length + num_new)
+    next_drafts = None
+    if caches.mtp is not None and state.caches.mtp is not None:
+        used = active[:, None] & (place <= taken[:, None])
+        mtp = dataclasses.replace(caches.mtp, length=state.caches.mtp.length)
+        next_drafts, mtp = _ahead(model, out.hidden, draws.token, used, mtp, taken)
+        caches = Caches(caches.model, mtp)
+    elif drafter is not None:
+        last = jnp.take_along_axis(out.hidden, taken[:, None, None], axis=1)
+        next_drafts = drafter.draft(model, last, token, caches.model, count=drafts.shape[1])
+    history = None if state.history is None else _counted(state.history, token, active)
+    draws = dataclasses.replace(draws, taken=taken)
+    return Slots(caches, token, next_drafts, state.keys, state.drawn + num_new, history), draws
+
+
+def _counted(history: History, token: Int[Array, " S"], active: Bool[Array, " S"]) -> History:
+    """Adds a token of each active row. Rows with penalties have no drafts, so a step draws one token of each."""
+    row = jnp.arange(len(token))
+    return History(history.seen.at[row, token].max(active), history.counts.at[row, token].add(active))
+
+
+def _draw(
+    logits: Float[Array, "S M V"],
+    keys: UInt32[Array, "S K"],
+    drawn: Int[Array, " S"],
+    history: History | None,
+    settings: Settings,
+    bias: Float[Array, "S V"] | None,
+    features: Features,
+    impl: str,
+) -> Draws:
+    """Draws a token from the logits of each place, the n-th token of a row with the row's n-th key."""
+    S, M, V = logits.shape
+    greedy = settings.temperature[:, None, None] == 0
+    # [S, M, V]; greedy rows report log-probabilities at a temperature of 1
+    scores = scaled(logits, jnp.where(greedy, 1.0, settings.temperature[:, None, None]))
+    log_probs = jax.nn.log_softmax(scores, axis=-1)
+    changed = logits
+    if history is not None:
+        changed = _penalized(changed, history, settings.penalties)
+    if bias is not None:
+        changed = changed + bias[:, None]
+    token = jnp.argmax(changed, axis=-1).astype(jnp.int32)
+    if features.samples:
+        if changed is not logits:
+            scores = scaled(changed, jnp.where(greedy, 1.0, settings.temperature[:, None, None]))
+        number = drawn[:, None] + jnp.arange(M)[None]  # [S, M]
+        fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))
+        draw_keys: Key[Array, "S M"] = fold_in(jax.random.wrap_key_data(keys, impl=impl), number)
+        # [S, M, V] -> [S M, V], with each row's settings M times
+        per_place = jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), settings)
+        filtered = _filtered(scores.reshape(S * M, V), per_place, features)
+        sampled = jax.vmap(jax.random.categorical)(draw_keys.reshape(-1), filtered).astype(jnp.int32)
+        token = jnp.where(greedy[..., 0], token, sampled.reshape(S, M))
+    log_prob = jnp.take_along_axis(log_probs, token[..., None], axis=-1)[..., 0]
+    best = None
+    if features.alternatives:
+        best_log_probs, best_tokens = jax.lax.top_k(log_probs, min(features.alternatives, V))
+        best = (best_tokens, best_log_probs)
+    return Draws(token, log_prob, jnp.zeros(S, jnp.int32), best)
+
+
+def _penalized(logits: Float[Array, "S M V"], history: History, penalties: Float[Array, "S 3"]) -> Array:
+    repetition, presence, frequency = (penalties[:, i, None, None] for i in range(3))
+    divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(history.seen[:, None], divided, logits)
+    counts = history.counts[:, None]
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def _filtered(logits: Float[Array, "B V"], settings: Settings, features: Features) -> Float[Array, "B V"]:
+    """Applies the filters that some row has, as `Sampler.filtered` does."""
+    if features.top_k:
+        ranked = jax.lax.top_k(logits, min(features.top_k, logits.shape[-1]))[0]
+        kth = jnp.take_along_axis(ranked, settings.top_k[:, None] - 1, axis=-1)
+        logits = jnp.where((settings.top_k[:, None] > 0) & (logits < kth), -jnp.inf, logits)
+    if features.top_p:
+        inside = in_nucleus(logits, settings.top_p[:, None]) | (settings.top_p[:, None] >= 1)
+        logits = jnp.where(inside, logits, -jnp.inf)
+    return without_unlikely(logits, settings.log_min_p[:, None]) if features.min_p else logits
+
+
+@functools.partial(jax.jit, static_argnames=("alternatives", "dtype"))
+def score_tokens(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, alternatives, dtype):
+    """Returns the log-probability of the token after each place, `T`, and the best tokens with theirs, `T A`."""
+    hidden = model(tokens, valid=valid, dtype=dtype).hidden[0]
+
+    # A few places at a time: [T, V] in float32 would be much larger than anything else.
+    def score(place: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        x, target = place
+        scores = jax.nn.log_softmax(model.logits(x[None, None])[0, 0].astype(jnp.float32))
+        best, ids = jax.lax.top_k(scores, min(alternatives, len(scores)))
+        return scores[target], ids.astype(jnp.int32), best
+
+    return jax.lax.map(score, (hidden, jnp.roll(tokens[0], -1)), batch_size=32)

@@ -1,0 +1,414 @@
+"""The server against the official `openai` client, our own client, malformed requests and signals."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxlib
+from maxlib import inference, ops
+from maxlib.tokenization import ChatTemplate
+from tests.nn.tiny import filled_llama
+
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+
+VOCAB, EOS = 260, 256
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ "
+    "{'name': c.function.name, 'arguments': c.function.arguments}|tojson }}</tool_call>{% endfor %}\n{% endfor %}a:"
+)
+KEY = "sk-very-secret"
+
+
+def bytes_tokenizer():
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+TOKENIZER = bytes_tokenizer()
+
+
+@contextlib.contextmanager
+def running(app):
+    """Serves from a thread; yields the server and its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def make_app(model, **options):
+    engine = inference.LocalEngine(model, slots=4, capacity=128, tokenizer=TOKENIZER, dtype=jnp.float32)
+    template = ChatTemplate(TEMPLATE)
+    return engine, inference.openai_app(
+        engine, TOKENIZER, name="tiny", template=template, stop_token_ids=[EOS], tool_format="hermes", **options
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled_llama(num_layers=1, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    engine, app = make_app(model, api_key=KEY, max_body=100_000)
+    with running(app) as (_, url):
+        yield engine, url
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return openai.OpenAI(base_url=f"{served[1]}/v1", api_key=KEY, max_retries=0)
+
+
+def test_the_official_client_reads_completions(model, client):
+    assert [each.id for each in client.models.list()] == ["tiny"]
+    prompt, alone = "Once upon", inference.LocalEngine(model, capacity=128, dtype=jnp.float32)
+    ids = TOKENIZER.encode(prompt).ids
+    ((want,),) = alone.generate([ids], max_new_tokens=12, stop_token_ids=[EOS])
+    options = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    ids_too = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    got = client.completions.create(**options, logprobs=2, extra_body=ids_too)
+    (choice,) = got.choices
+    assert choice.token_ids == want.tokens and choice.finish_reason == want.finish_reason
+    assert choice.text == TOKENIZER.decode(want.tokens)
+    np.testing.assert_allclose(choice.logprobs.token_logprobs, want.log_probs, atol=1e-5)
+    assert all(len(top) == 2 and max(top, key=top.get) == f"token_id:{token}"
+               for top, token in zip(choice.logprobs.top_logprobs, want.tokens, strict=True))  # fmt: skip
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(ids), len(want.tokens))
+    pieces = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == choice.text
+    assert pieces[-1].usage == got.usage.model_copy(
+        update={"prompt_tokens_details": pieces[-1].usage.prompt_tokens_details}
+    )
+    stop = choice.text[5:7]
+    cut = client.completions.create(**options, stop=[stop, "never"]).choices[0]
+    assert cut.text == choice.text[: choice.text.index(stop)] and cut.finish_reason == "stop"
+    several = client.completions.create(**options | {"temperature": 1, "prompt": [prompt, ids]}, n=2, seed=3)
+    again = client.completions.create(**options | {"temperature": 1, "prompt": [prompt, ids]}, n=2, seed=3)
+    texts = [each.text for each in several.choices]
+    assert texts == [each.text for each in again.choices] and len(set(texts)) > 1
+    assert [each.index for each in several.choices] == [0, 1, 2, 3]
+    banned = client.completions.create(**options, logit_bias={str(want.tokens[0]): -100}).choices[0].text
+    assert banned[0] != choice.text[0]
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(model, client):
+    ids = TOKENIZER.encode("A wall of bricks").ids
+    got = client.completions.create(model="tiny", prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0)
+    probs, scores = got.choices[0].logprobs, model.logits(model(jnp.asarray([ids]), dtype=jnp.float32).hidden)[0]
+    scores = np.asarray(scores, np.float64)
+    want = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    assert probs.token_logprobs[0] is None and len(probs.tokens) == len(ids) + 1
+    np.testing.assert_allclose(probs.token_logprobs[1:-1], want[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
+    np.testing.assert_allclose([max(top.values()) for top in probs.top_logprobs[1:]], want.max(-1), atol=1e-5)
+    assert got.choices[0].text.startswith("A wall of bricks")
+
+
+def test_the_official_client_reads_chats(client):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 9, "temperature": 0}
+    got = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    content = got.choices[0].message.content
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
+    probs = got.choices[0].logprobs.content
+    assert len(probs) == 9 and probs[0].logprob == pytest.approx(probs[0].top_logprobs[0].logprob)
+    prompt = "u:Hia:"
+    same = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0)
+    assert same.choices[0].text == content
+
+
+class Scripted:
+    """A processor that makes the model write a text."""
+
+    def __init__(self, text):
+        self.ids = [*TOKENIZER.encode(text).ids, EOS]
+
+    def __call__(self, request):
+        bias = np.zeros(VOCAB, np.float32)
+        bias[self.ids[len(request.tokens)]] = 1e4
+        return bias
+
+
+def test_tools_are_called_and_answered(model, monkeypatch):
+    engine, app = make_app(model)
+    call = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
+    script, submit = Scripted(f"Wait <b> <tool_call>\n{call}\n</tool_call>"), engine.submit
+    monkeypatch.setattr(engine, "submit", lambda *args, **options: submit(*args, **options | {"processors": [script]}))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    with running(app) as (_, url), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        options = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": tools}
+        (choice,) = client.chat.completions.create(**options).choices
+        (made,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "Wait <b> "
+        assert made.function.name == "add" and json.loads(made.function.arguments) == {"a": 1, "b": "x"}
+        chunks = list(client.chat.completions.create(**options, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Wait <b> "
+        assert json.loads(chunks[-1].choices[0].delta.tool_calls[0].function.arguments) == {"a": 1, "b": "x"}
+        answer = [choice.message, {"role": "tool", "tool_call_id": made.id, "content": "2"}]
+        script.ids = [*TOKENIZER.encode("It is <too late").ids, EOS]
+        (choice,) = client.chat.completions.create(**options | {"messages": [*options["messages"], *answer]}).choices
+        assert choice.message.content == "It is <too late" and choice.finish_reason == "stop"
+
+
+def test_answers_follow_a_schema(client):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "?"}],
+        max_tokens=60,
+        n=3,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    for choice in answer.choices:
+        value = json.loads(choice.message.content)
+        assert choice.finish_reason == "stop" and isinstance(value["ok"], bool) and 0 <= value["n"] < 100
+
+
+def test_our_own_client_trains_from_it(model, served):
+    prompts, sampler = [TOKENIZER.encode(text).ids for text in ("One", "Two three")], inference.Sampler()
+    ours = inference.ServerEngine(served[1], "tiny", api_key=KEY, vocab=VOCAB)
+    want = inference.LocalEngine(model, capacity=128, dtype=jnp.float32).generate(prompts, max_new_tokens=[5, 7])
+    got = ours.generate(prompts, max_new_tokens=[5, 7])
+    assert [one.tokens for (one,) in got] == [one.tokens for (one,) in want]
+    for (one,), (other,) in zip(got, want, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+    groups = ours.generate(prompts, max_new_tokens=6, num_samples=3, sampler=sampler, stop_token_ids=[EOS])
+    assert [len(group) for group in groups] == [3, 3]
+
+
+def post(url, path="/v1/completions", key=KEY, **options):
+    return httpx.post(url + path, headers={"Authorization": f"Bearer {key}"}, timeout=60, **options)
+
+
+GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("status", "options"),
+    [
+        (401, {"json": GOOD, "key": "sk-wrong"}),
+        (404, {"json": GOOD | {"model": "other"}}),
+        (404, {"json": GOOD, "path": "/v1/nothing"}),
+        (400, {"content": b"{"}),
+        (400, {"content": b"[" * 50_000}),
+        (400, {"content": b"\xff\xfe"}),
+        (400, {"json": [1]}),
+        (413, {"content": b" " * 100_001}),
+        (400, {"json": GOOD | {"prompt": [1, VOCAB]}}),
+        (400, {"json": GOOD | {"prompt": []}}),
+        (400, {"json": GOOD | {"prompt": [True]}}),
+        (400, {"json": GOOD | {"prompt": "x" * 200}}),
+        (400, {"json": GOOD | {"max_tokens": "9"}}),
+        (400, {"json": GOOD | {"max_tokens": 0}}),
+        (400, {"json": GOOD | {"temperature": -1}}),
+        (400, {"content": b'{"model": "tiny", "prompt": "x", "temperature": NaN}'}),
+        (400, {"json": GOOD | {"n": 10**9}}),
+        (400, {"json": GOOD | {"seed": 1 << 80}}),
+        (400, {"json": GOOD | {"stop": [1]}}),
+        (400, {"json": GOOD | {"logit_bias": {"9999": 1}}}),
+        (400, {"json": GOOD | {"unheard_of": 1}}),
+        (400, {"content": b'{"model": "tiny", "prompt": "\\ud800"}'}),
+        (400, {"json": {"model": "tiny", "messages": []}, "path": "/v1/chat/completions"}),
+        (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+               "path": "/v1/chat/completions"}),
+        (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+               "path": "/v1/chat/completions"}),
+    ],
+)  # fmt: skip
+def test_errors_have_the_shape_of_openai(served, caplog, status, options):
+    with caplog.at_level(logging.DEBUG):
+        answer = post(served[1], **options)
+    error = answer.json()["error"]
+    assert answer.status_code == status and error["code"] == status and error["message"] and error["type"]
+    assert KEY not in caplog.text and "sk-wrong" not in caplog.text
+
+
+def test_failures_tell_neither_client_nor_log_the_prompt(model, caplog, monkeypatch):
+    engine, app = make_app(model)
+
+    def failing(*args, **options):
+        raise KeyError(TOKENIZER.decode(args[0]))
+
+    monkeypatch.setattr(engine, "submit", failing)
+    with running(app) as (_, url), caplog.at_level(logging.DEBUG):
+        answer = post(url, json=GOOD | {"prompt": "a secret prompt"})
+    assert answer.status_code == 500 and "secret" not in answer.text + caplog.text and "KeyError" in caplog.text
+
+
+def metrics(url):
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
+
+
+async def hammer(url, count):
+    """Requests that are good, malformed, left in the middle, or slow."""
+    rng = np.random.default_rng(0)
+    limits = httpx.Limits(max_connections=32)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def one(kind):
+            body = GOOD | {"prompt": "p" * int(rng.integers(1, 60)), "max_tokens": 60, "temperature": 1}
+            if kind == 0:
+                return (await client.post("/v1/completions", json=body | {"max_tokens": 5})).status_code
+            if kind == 1:
+                return (await client.post("/v1/completions", content=rng.bytes(50))).status_code
+            if kind == 2:
+                return (await client.post("/v1/completions", json=body | {"prompt": [1] * 20_000})).status_code
+            with contextlib.suppress(httpx.ReadTimeout):
+                if kind == 3:
+                    await client.post("/v1/completions", json=body, timeout=httpx.Timeout(120, read=0.05))
+            if kind == 4:
+                async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                    async for _ in answer.aiter_lines():
+                        break  # goes away after the first event
+            if kind == 5:  # reads slowly
+                async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                    async for _ in answer.aiter_lines():
+                        await asyncio.sleep(0.002)
+            return None
+
+        return await asyncio.gather(*(one(n % 6) for n in range(count)))
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.full)])
+def test_clients_that_misbehave_leave_nothing_behind(model, count):
+    engine, app = make_app(model)
+    with running(app) as (_, url):
+        statuses = asyncio.run(hammer(url, count))
+        for status, wanted in ((0, 200), (1, 400), (2, 400)):
+            assert set(statuses[status::6]) == {wanted}
+        end = time.monotonic() + 30
+        while metrics(url)["maxlib_running"] + metrics(url)["maxlib_waiting"] and time.monotonic() < end:
+            time.sleep(0.05)
+        numbers = metrics(url)
+        assert numbers["maxlib_running"] == numbers["maxlib_waiting"] == 0
+        assert post(url, json=GOOD).status_code == 200 and httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert engine.is_idle and len(asyncio.all_tasks(asyncio.new_event_loop())) == 0
+
+
+def test_a_server_that_ends_finishes_what_runs(model):
+    _, app = make_app(model)
+    body = GOOD | {"max_tokens": 100, "stream": True}
+    with running(app) as (server, url), httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.should_exit = True  # as SIGTERM sets it
+        lines = [line for line in lines if line]
+    assert lines[-1] == "data: [DONE]" and json.loads(lines[-2][6:])["choices"][0]["finish_reason"]
+
+
+@pytest.mark.full
+def test_a_thousand_samples_follow_a_schema(model):
+    """Objects, arrays, enums, numbers and texts of a model that writes noise."""
+    pytest.importorskip("llguidance")
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "kind": {"enum": ["wall", "roof", "door"]},
+            "sizes": {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 500}, "maxItems": 3},
+            "where": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+                      "additionalProperties": False},
+        },
+        "required": ["name", "kind", "sizes", "where"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    prepared = inference.Grammar.prepare(TOKENIZER, vocab=VOCAB, stop_token_ids=[EOS])
+    grammar = inference.Grammar.json_schema(schema, prepared)
+    engine = inference.LocalEngine(model, slots=32, capacity=256, tokenizer=TOKENIZER, dtype=jnp.float32)
+    prompts = [TOKENIZER.encode(f"Thing {n}: ").ids for n in range(100)]
+    groups = engine.generate(
+        prompts,
+        num_samples=10,
+        max_new_tokens=230,
+        sampler=inference.Sampler(1.5),
+        stop_token_ids=[EOS],
+        processors=[grammar],
+    )
+    texts = {TOKENIZER.decode(one.tokens) for group in groups for one in group}
+    assert all(one.finish_reason == "stop" for group in groups for one in group) and len(texts) > 900
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.full
+def test_the_command_serves_lm_eval_and_ends_on_sigterm(tmp_path):
+    """lm-eval's `local-completions` scores as our own harness; SIGTERM finishes what runs."""
+    for package in ("lm_eval", "aiohttp", "tenacity"):  # those of lm-eval[api]
+        pytest.importorskip(package)
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    directory = tmp_path / "tiny"
+    maxlib.save_pretrained(filled_llama(num_layers=2, vocab=VOCAB, rope=ops.Rope(12, max_length=128)), directory)
+    TOKENIZER.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "maxlib", "serve", str(directory), "--port", "0", "--dtype", "float32"]
+    process = subprocess.Popen([*command, "--name", "tiny"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        url = next(m[1] for line in process.stderr if (m := re.search(r"running on (http://\S+)", line)))
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        theirs = LocalCompletionsAPI(
+            model="tiny",
+            base_url=f"{url}/v1/completions",
+            tokenizer=str(directory),
+            tokenizer_backend="huggingface",
+            tokenized_requests=True,
+            num_concurrent=1,
+        )
+        ours = inference.Harness.from_pretrained(directory, dtype=jnp.float32)
+        pairs = [("the house", " is red"), ("a wall", " of stone"), ("x", "y")]
+        requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+        for got, want in zip(theirs.loglikelihood(requests), ours.loglikelihood(requests), strict=True):
+            np.testing.assert_allclose(got[0], want[0], atol=1e-4)
+            assert got[1] == want[1]
+        until = Instance("generate_until", {}, ("the", {"until": ["\n"], "max_gen_toks": 8, "temperature": 0}), 0)
+        assert theirs.generate_until([until]) == ours.generate_until([until])
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 40, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        process.wait(30)
+    finally:
+        process.kill()

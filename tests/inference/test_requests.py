@@ -1,0 +1,206 @@
+"""Requests added while the engine runs: same texts whatever is reused, in chunks, drafted, and in any order."""
+
+import asyncio
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlib.inference import GREEDY, LocalEngine, LogitBias, Sampler
+from tests.nn.tiny import LLAMA, filled_llama
+from tests.outside_recurrent import Hybrid
+
+RNG = np.random.default_rng(0)
+SYSTEM = RNG.integers(0, 40, 37).tolist()
+PROMPTS = [[*SYSTEM, *RNG.integers(0, 40, n).tolist()] for n in (3, 30, 7, 1)] + [[4, 5], SYSTEM[:20]]
+SAMPLERS = [Sampler(1.2, 20, 0.9, 0.01), Sampler(0.8, top_k=20), GREEDY, GREEDY, Sampler(), Sampler(0.5, top_p=0.8)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled_llama(num_layers=2)
+
+
+def run(engine, order, *, turns=2):
+    """Two turns of every conversation, submitted in an order; returns their tokens, log-probabilities and reuse."""
+    completions, num_cached = {}, 0
+    for turn in range(turns):
+        requests = {}
+        for n in order:
+            prompt = PROMPTS[n]
+            if turn:
+                prompt = [*prompt, *completions[n, 0][0], 7, 8, 9]
+            key = jax.random.fold_in(jax.random.key(turn), n)
+            requests[n] = engine.submit(prompt, max_new_tokens=5 + n, sampler=SAMPLERS[n], key=key)
+            engine.step()
+        for n, request in requests.items():
+            done = request.result()
+            completions[n, turn] = done.tokens, done.log_probs
+            num_cached += request.cached
+    return completions, num_cached
+
+
+def equal(got, want):
+    assert {name: tokens for name, (tokens, _) in got.items()} == {name: tokens for name, (tokens, _) in want.items()}
+    for name, (_, log_probs) in got.items():
+        np.testing.assert_allclose(log_probs, want[name][1], atol=1e-5)
+
+
+def test_reuse_chunks_drafts_and_order_change_no_text(model):
+    order = list(range(len(PROMPTS)))
+    want, cached = run(LocalEngine(model, slots=2, capacity=96, reuse=False, dtype=jnp.float32), order)
+    assert cached == 0
+    got, cached = run(LocalEngine(model, slots=2, capacity=96, chunk=16, dtype=jnp.float32), order)
+    equal(got, want)
+    assert cached > 200
+    random.Random(1).shuffle(order)
+    equal(run(LocalEngine(model, slots=2, capacity=96, chunk=16, num_drafts=3, dtype=jnp.float32), order)[0], want)
+
+
+def test_a_state_is_reused_by_what_continues_all_of_it(monkeypatch):
+    """It cannot be rewound: a conversation goes on from its slot, also after a stop token."""
+    model = jax.jit(lambda: Hybrid(rngs=nnx.Rngs(0)))()
+    engine, alone = (LocalEngine(model, slots=2, reuse=reuse, chunk=16, dtype=jnp.float32) for reuse in (True, False))
+    first = engine.submit(SYSTEM, max_new_tokens=9).result().tokens
+    stop = first[4]
+    conversation = [*SYSTEM]
+    for turn in range(3):
+        requests = [each.submit(conversation, max_new_tokens=9, stop_token_ids=[stop]) for each in (engine, alone)]
+        other = engine.submit([*SYSTEM[::-1], turn], max_new_tokens=7)  # runs beside it, in the other slot
+        got, want = (request.result() for request in requests)
+        other.result()
+        assert got.tokens == want.tokens
+        assert requests[0].cached == (0 if turn == 0 else len(conversation) - 4) and requests[1].cached == 0
+        conversation += [*got.tokens, 1, 2, 3]
+
+
+def test_new_weights_empty_what_is_cached(model):
+    engine = LocalEngine(model, slots=2, dtype=jnp.float32)
+    new = filled_llama(1, num_layers=2)
+    engine.submit(PROMPTS[0], max_new_tokens=3).result()
+    running = engine.submit(PROMPTS[1], max_new_tokens=20)
+    next(iter(running))
+    engine.update(new)
+    request = engine.submit(PROMPTS[1], max_new_tokens=4)
+    want = LocalEngine(new, slots=2, dtype=jnp.float32).generate([PROMPTS[1]], max_new_tokens=4)
+    assert request.result().tokens == want[0][0].tokens and request.cached == 0
+    running.result()
+    again = engine.submit([*PROMPTS[1], *running.tokens], max_new_tokens=2)  # its slot holds keys of both weights
+    again.result()
+    assert again.cached <= len(PROMPTS[1]) + 4
+
+
+def test_penalties_are_those_of_the_formulas(model):
+    """Beside a row without any; float64 on the logits of a forward pass, the repetition as transformers has it."""
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    engine = LocalEngine(model, slots=2, capacity=96, dtype=jnp.float32)
+    forward = jax.jit(lambda ids: model.logits(model(ids, dtype=jnp.float32).hidden))
+    sampler = Sampler(0, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3)
+    plain = engine.submit(PROMPTS[1], max_new_tokens=14)
+    got = engine.submit(PROMPTS[0], max_new_tokens=14, sampler=sampler).result()
+    text = [*PROMPTS[0]]
+    for token, log_prob in zip(got.tokens, got.log_probs, strict=True):
+        logits = np.asarray(forward(jnp.asarray([text + [0] * (96 - len(text))]))[0, len(text) - 1], np.float64)
+        np.testing.assert_allclose(log_prob, logits[token] - np.log(np.exp(logits).sum()), atol=1e-5)
+        repeated = process.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([text]), torch.tensor(logits[None]))
+        counts = np.bincount(text[len(PROMPTS[0]) :], minlength=LLAMA.vocab)
+        assert token == (repeated.numpy()[0] - 0.3 * counts - 0.7 * (counts > 0)).argmax()
+        text.append(token)
+    free = engine.submit(PROMPTS[0], max_new_tokens=14).result()
+    assert got.tokens != free.tokens
+    assert plain.result().tokens == engine.submit(PROMPTS[1], max_new_tokens=14).result().tokens
+
+
+class Letters:
+    """A tokenizer of one letter for each id."""
+
+    def decode(self, ids):
+        return "".join(chr(65 + i) for i in ids)
+
+
+def test_texts_end_a_row_and_processors_change_one(model):
+    engine = LocalEngine(model, slots=2, capacity=96, tokenizer=Letters(), dtype=jnp.float32)
+    free = engine.submit(PROMPTS[0], max_new_tokens=12).result()
+    stop = Letters().decode(free.tokens[4:6])
+    end = Letters().decode(free.tokens).index(stop) + 2
+    got = engine.submit(PROMPTS[0], max_new_tokens=12, stop=["??", stop]).result()
+    assert got.tokens == free.tokens[:end] and got.finish_reason == "stop"
+    place = next(n for n in range(2, 12) if free.tokens[n] not in free.tokens[:n])
+    banned = LogitBias({free.tokens[place]: -1e9}, vocab=LLAMA.vocab)
+    request = engine.submit(PROMPTS[0], max_new_tokens=12, processors=[banned], alternatives=3)
+    other = engine.submit(PROMPTS[0], max_new_tokens=12)
+
+    def failing(request):
+        raise OverflowError("no")
+
+    wrong = engine.submit(PROMPTS[0], max_new_tokens=12, processors=[failing])
+    got = request.result()
+    assert got.tokens[:place] == free.tokens[:place] and free.tokens[place] not in got.tokens
+    # Log-probabilities, and the best tokens, are those before processors.
+    assert request.best[place][0][0] == free.tokens[place] and len(request.best) == 12
+    np.testing.assert_allclose(request.best[place][1][0], free.log_probs[place], atol=1e-5)
+    assert got.log_probs[place] < free.log_probs[place] and other.result().tokens == free.tokens
+    with pytest.raises(OverflowError, match="no"):
+        wrong.result()
+    with pytest.raises(ValueError, match="stop needs the text of tokens"):
+        LocalEngine(model, dtype=jnp.float32).submit([1], max_new_tokens=1, stop=["a"])
+
+
+def test_slots_grow_while_rows_run(model):
+    engine = LocalEngine(model, slots=2, dtype=jnp.float32)
+    short = engine.submit(PROMPTS[4], max_new_tokens=9)
+    next(iter(short))
+    long = engine.submit(PROMPTS[1], max_new_tokens=60)
+    alone = LocalEngine(model, slots=2, capacity=128, dtype=jnp.float32)
+    want = alone.generate([PROMPTS[4], PROMPTS[1]], max_new_tokens=[9, 60])
+    assert [short.result().tokens, long.result().tokens] == [one.tokens for (one,) in want]
+
+
+def test_async_requests_run_together_and_can_be_cancelled(model):
+    engine = LocalEngine(model, slots=2, capacity=96, dtype=jnp.float32)
+    want = [engine.submit(prompt, max_new_tokens=8).result().tokens for prompt in PROMPTS]
+
+    async def read(prompt, most):
+        request = engine.submit(prompt, max_new_tokens=8)
+        stream, tokens = aiter(request), []
+        async for token in stream:
+            tokens.append(token)
+            if len(tokens) == most:
+                await stream.aclose()
+                break
+        return tokens
+
+    async def all_of_them():
+        return await asyncio.gather(*(read(prompt, 2 if n == 1 else 8) for n, prompt in enumerate(PROMPTS)))
+
+    assert asyncio.run(all_of_them()) == [tokens[:2] if n == 1 else tokens for n, tokens in enumerate(want)]
+    cancelled = engine.submit(PROMPTS[0], max_new_tokens=8)
+    cancelled.cancel()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        cancelled.result()
+    while engine.step():
+        pass
+    assert engine.is_idle and engine.num_running == 0
+
+
+def test_drafts_save_steps_of_a_text_that_repeats_itself(model, monkeypatch):
+    from maxlib.inference import _continuous as continuous
+
+    steps, step = [], continuous.step
+    monkeypatch.setattr(continuous, "step", lambda *args, **options: steps.append(1) or step(*args, **options))
+    bias = LogitBias({3: 100.0}, vocab=LLAMA.vocab)
+    engine = LocalEngine(model, slots=1, capacity=64, num_drafts=4, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="rejected draft cannot be removed"):
+        LocalEngine(jax.jit(lambda: Hybrid(rngs=nnx.Rngs(0)))(), num_drafts=2)
+    steered = engine.submit(PROMPTS[0], max_new_tokens=20, processors=[bias]).result()
+    assert steered.tokens == [3] * 20 and len(steps) == 19  # processors have no drafts
+    steps.clear()
+    want = LocalEngine(model, slots=1, capacity=64, dtype=jnp.float32).generate([PROMPTS[0]], max_new_tokens=24)
+    plain = len(steps)
+    steps.clear()
+    got = engine.submit([*PROMPTS[0], *want[0][0].tokens[:16]], max_new_tokens=8).result()
+    assert got.tokens == want[0][0].tokens[16:] and plain == 23
