@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from maxlib import nn, sharding
 from maxlib.training._placement import place_like_parameters
+from maxlib.training._qk_clip import is_max_logits
 from maxlib.training.losses import Batch, LossFunction, Stats
 
 Params = dict[str, Any]
@@ -118,7 +119,9 @@ def gradient(
     def add(total: Any, xs: Any) -> tuple[Any, None]:
         (value, stats), grads = _autodiff(loss, trainable, rest, *xs, mean=False)
         new = place(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), value, stats
-        return jax.tree.map(jnp.add, total, new), None
+        largest = {path: jnp.maximum(total[0][path], g) for path, g in new[0].items() if is_max_logits(path)}
+        grads, value, stats = jax.tree.map(jnp.add, total, new)
+        return (grads | largest, value, stats), None
 
     (_, stats), _ = jax.eval_shape(lambda t: _autodiff(loss, t, rest, *first, mean=False), trainable)
     zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable))
@@ -126,10 +129,11 @@ def gradient(
     (grads, value, stats), _ = jax.lax.scan(add, start, xs)
     # Weighting microbatches by their numbers of targets gives the mean of the whole batch.
     count = divisor(stats.num_targets)
-    return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, trainable), value / count, stats
+    means = {path: g if is_max_logits(path) else (g / count).astype(trainable[path].dtype) for path, g in grads.items()}
+    return means, value / count, stats
 
 
-def divisor(count: Array) -> Array:
+def divisor(count: Any) -> Array:
     """Returns the divisor for a number of targets, or for a sum of weights that may be below 1; 1 if it is zero."""
     return jnp.where(count > 0, count, 1)
 
