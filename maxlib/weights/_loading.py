@@ -11,7 +11,7 @@ import numpy as np
 
 from maxlib import nn, sharding
 from maxlib._utils.arguments import check_dtype
-from maxlib.weights._fp8 import with_scales
+from maxlib.weights._packed import quantization_of, unpacked
 from maxlib.weights._table import Copy, Ignore, Renamed, Table
 from maxlib.weights.files import Stored, find_tensors, is_float
 from maxlib.weights.mapping import Conversion, Cut, Piece, Tensor, WeightMapping, resolve
@@ -47,7 +47,8 @@ def load(
     sharding.check_layout(layout)
     check_dtype(dtype)
     abstract = jax.eval_shape(build)
-    stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
+    tensors = unpacked(find_tensors(directory), quantization_of(directory))
+    stored, plan = _renamed(tensors, table), resolve(abstract, table)
     plan = _applicable(plan, stored)
     _check(abstract, plan, stored, table, directory)
     leaves = nn.variables(abstract)
