@@ -1,14 +1,14 @@
 """Weights that other libraries store in few bits: several tensors that stand for one, read as one plain tensor.
 
-`METHODS` lists what is read, by the `quant_method` of config.json. A `Scheme` names the tensors of a weight, and unpacks
-them to a matrix `values * scale`. So model tables do not mention quantization, and `_kept` can store the two factors.
-Scales of activations are ignored: products are computed in the dtype of the activations.
+`METHODS` lists what is read, by the `quant_method` of config.json. A `Scheme` names the tensors of a weight, and
+unpacks them to a matrix `values * scale`. So model tables do not mention quantization, and `_kept` can store the
+factors. Scales of activations are ignored: products are computed in the dtype of the activations.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -108,7 +108,7 @@ class Packed(Stored):
 
 
 def quantization_of(directory: str | Path) -> Mapping[str, Any]:
-    """Returns the `quantization_config` of a directory's config.json, which may be that of its text model; {} if none."""
+    """Returns the `quantization_config` of a directory, which may be that of its text model; {} if there is none."""
     path = Path(directory) / "config.json"
     config = read_json_object(path) if path.is_file() else {}
     text = config.get("text_config")
@@ -202,7 +202,7 @@ def _dtype(parts: Parts) -> np.dtype:
 
 
 def _words(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Reads `count` unsigned numbers of `bits` bits each from the last axis of int32 words, without gaps between them."""
+    """Reads `count` unsigned numbers of `bits` bits each from the last axis of int32 words, without gaps."""
     bytes_ = np.ascontiguousarray(packed).astype("<i4", copy=False).view(np.uint8)
     if bits == 4:  # [..., W] words -> [..., 8 W] nibbles
         return np.stack([bytes_ & 0xF, bytes_ >> 4], axis=-1).reshape(*bytes_.shape[:-1], -1)[..., :count]
@@ -213,13 +213,13 @@ def _words(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 def _indices(groups: np.ndarray, count: int) -> np.ndarray:
     """Returns the group of each input; raises ValueError for one that does not exist."""
-    if len(groups) and not (0 <= groups.min() and groups.max() < count):
+    if len(groups) and not (groups.min() >= 0 and groups.max() < count):
         raise ValueError(f"groups must be in [0, {count}), got {groups.min()} to {groups.max()}")
     return groups
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], blocks: Sequence[int] | None = None) -> np.ndarray:
-    """Repeats scales over a matrix `O I`: one in all, one for each output, for each group of inputs or for each block."""
+    """Repeats scales over a matrix `O I`: one in all, or for each output, group of inputs, or block."""
     O, I = shape
     scale = scale.astype(np.float32)
     if scale.size == 1:
@@ -252,6 +252,16 @@ def _layout(
     )
 
 
+def _sized(layout: Layout, sizes: Collection[int]) -> Layout:
+    """Returns a layout; raises ValueError if its groups are not of a size in config.json."""
+    if layout.group is not None and sizes and layout.group not in sizes:
+        raise ValueError(
+            f"config.json has groups of {' or '.join(map(str, sizes))}, but the scales of the matrix {layout.shape} are for "
+            f"groups of {layout.group}"
+        )
+    return layout
+
+
 # ------------------------------------------------------------------------------------------- compressed-tensors
 
 
@@ -270,23 +280,26 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     weights = [group["weights"] for group in groups if group.get("weights")]
     blocks = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
     bits = {w["num_bits"] for w in weights if w.get("type", "int") == "int"}
-    return _compressed(tuple(sorted(bits)), blocks)
+    sizes = {w["group_size"] for w in weights if w.get("group_size")}
+    return _compressed(tuple(sorted(bits)), blocks, sizes)
 
 
-def _compressed(bits: Sequence[int], blocks: Sequence[int] | None) -> Sequence[Scheme]:
+def _compressed(
+    bits: Sequence[int] = (), blocks: Sequence[int] | None = None, sizes: Collection[int] = ()
+) -> Sequence[Scheme]:
     """Lists the schemes of compressed-tensors: packed weights, and weights of a dtype with scales."""
 
     def packed_layout(parts: Parts) -> Layout:
         packed, scale = parts["weight_packed"], parts["weight_scale"].shape
         if packed.dtype == np.uint8:
-            return _layout((packed.shape[0], 2 * packed.shape[1]), "float8_e4m3fn", scale)
+            return _sized(_layout((packed.shape[0], 2 * packed.shape[1]), "float8_e4m3fn", scale), sizes)
         if "weight_shape" not in parts:
             raise ValueError("packed integers need weight_shape")
         shape = tuple(map(int, parts["weight_shape"].view()))
         if "weight_g_idx" in parts:
             width(packed.shape, shape)
             return Layout(shape)
-        layout = _layout(shape, None, scale)
+        layout = _sized(_layout(shape, None, scale), sizes)
         # The difference of number and zero point needs a bit more.
         needed = width(packed.shape, shape) + ("weight_zero_point" in parts)
         return replace(layout, qtype="int4" if needed <= 4 else "int8" if needed <= 8 else None)
@@ -371,7 +384,7 @@ def _modelopt(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     if algorithm not in ("NVFP4", "FP8"):
         raise ValueError(f"quant_algo must be NVFP4 or FP8, got {algorithm!r}")
     if algorithm == "FP8":
-        return _compressed((), None)[1:]
+        return _compressed()[1:]
 
     def layout(parts: Parts) -> Layout:
         rows, columns = parts["weight"].shape
@@ -388,7 +401,7 @@ def _auto_fp8(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     """Reads FP8 with `weight_scale`, of AutoFP8 and FBGEMM; `_fp8` reads it with `weight_scale_inv`."""
     if quantization.get("quant_method") == "fp8" and not is_scaled_fp8(quantization):
         raise ValueError(f"weight_block_size must be absent or [128, 128], got {quantization['weight_block_size']}")
-    return _compressed((), None)[1:]
+    return _compressed()[1:]
 
 
 # ---------------------------------------------------------------------------------------------- GPTQ and AWQ
@@ -402,6 +415,7 @@ def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
             f"GPTQ must have 2, 3, 4 or 8 bits and the checkpoint_format gptq or gptq_v2, got bits {bits!r}, {form!r}"
         )
     ordered = not quantization.get("desc_act", False)
+    sizes = _group_sizes(quantization)
     least = bits if quantization.get("sym", True) else bits + 1  # bits of a number less its zero point
     qtype = "int4" if least <= 4 else "int8" if least <= 8 else None
 
@@ -414,7 +428,8 @@ def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
         fit = groups > 0 and scales == (groups, O) and zeros == (groups, O * bits // 32)
         if not fit or ("g_idx" not in parts and I % groups) or ("g_idx" in parts and parts["g_idx"].shape != (I,)):
             raise ValueError(f"{bits} bits need scales, zero points and a group for each of {I} inputs, {O} outputs")
-        return Layout((O, I), qtype if ordered else None, None if groups == 1 else I // groups)
+        layout = Layout((O, I), qtype if ordered else None, None if groups == 1 else I // groups)
+        return layout if "g_idx" in parts else _sized(layout, sizes)
 
     def unpack(arrays: _Arrays) -> Factors:
         # [I / 8, O] words -> [O, I]
@@ -429,6 +444,12 @@ def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     return (Scheme("GPTQ", "qweight", ("qweight", "qzeros", "scales"), ("g_idx",), layout, unpack),)
 
 
+def _group_sizes(quantization: Mapping[str, Any]) -> list[int]:
+    """Returns the size of groups in config.json; none if there are no groups, or it does not say."""
+    size = quantization.get("group_size", quantization.get("q_group_size", -1))
+    return [] if size == -1 else [size]
+
+
 def _awq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     """Reads AWQ: words along the outputs, whose nibbles are interleaved."""
     bits, version = quantization.get("bits"), str(quantization.get("version", "gemm")).lower()
@@ -440,7 +461,7 @@ def _awq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
         I, O = words[0], words[1] * 8
         if not scales[0] or I % scales[0] or scales != (scales[0], O) or zeros != (scales[0], O // 8):
             raise ValueError(f"scales and zero points must be for groups that divide {I} inputs, and {O} outputs")
-        return Layout((O, I), "int8", I // scales[0])
+        return _sized(Layout((O, I), "int8", I // scales[0]), _group_sizes(quantization))
 
     def numbers(words: np.ndarray) -> np.ndarray:
         # [N, O / 8] words -> [N, O / 8, 8] -> [N, O]
