@@ -90,7 +90,7 @@ def _dtype(qtype: str) -> Any:
 
 
 def pack(x: Any) -> Any:
-    """Packs two 4-bit values into a byte, the first in the low half; an array of numpy stays one: `... N -> ... N/2`."""
+    """Packs two 4-bit values of the last axis into a byte, the first in the low half; numpy arrays stay numpy's."""
     low, high = x[..., ::2], x[..., 1::2]
     return low.astype(jnp.uint8) & 0xF | (high.astype(jnp.uint8) & 0xF) << 4
 

@@ -58,7 +58,7 @@ def for_inference(model: Model, rules: Rules) -> Model:
     divided: dict[str, bool] = {}  # whether groups divide a matrix, by path
 
     def store_divided(site: Any, format: Format, path: str) -> Any:
-        divided[path] = _divides(format, site.w)
+        divided[path] = divides(format, site.w)
         return store(site, format, path) if divided[path] else site
 
     new = _apply(model, as_rules(rules, INFERENCE), store_divided)
@@ -146,7 +146,7 @@ def store(site: Any, format: Format, path: str) -> Any:
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         raise ValueError(f"{path} is already quantized; start from the model in full precision")
     w = site.w[...]
-    if not _divides(format, w):
+    if not divides(format, w):
         raise ValueError(
             f"{path}: the last dimension of its weight {w.shape} must be a multiple of the group; got {format}"
         )
@@ -166,7 +166,7 @@ def store(site: Any, format: Format, path: str) -> Any:
     )
 
 
-def _divides(format: Format, w: Any) -> bool:
+def divides(format: Format, w: Any) -> bool:
     """Returns True if groups of the format, or pairs of four-bit values, divide the last dimension of a matrix."""
     pair = 2 if format.weights in nn.quantized.FOUR_BITS else 1
     return w.shape[-1] % math.lcm(pair, format.group or 1) == 0
