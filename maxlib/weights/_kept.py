@@ -66,7 +66,8 @@ def keep(
             return sites.replace(layer, w=weight)
 
         new = nn.stack.map_layers(quantized, site)
-        reader = _Reader(plan, stored, f"{path}.w", site.w.get_value(), new.w)
+        value = site.w.get_value()
+        reader = _Reader(plan, stored, f"{path}.w", jax.ShapeDtypeStruct(value.shape, value.dtype), new.w)
         readers[f"{path}.w.values"], readers[f"{path}.w.scale"] = reader.values, reader.scale
         return new
 

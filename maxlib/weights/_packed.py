@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -296,13 +296,12 @@ def _compressed(
         if "weight_shape" not in parts:
             raise ValueError("packed integers need weight_shape")
         shape = tuple(map(int, parts["weight_shape"].view()))
-        if "weight_g_idx" in parts:
-            width(packed.shape, shape)
-            return Layout(shape)
-        layout = _sized(_layout(shape, None, scale), sizes)
         # The difference of number and zero point needs a bit more.
         needed = width(packed.shape, shape) + ("weight_zero_point" in parts)
-        return replace(layout, qtype="int4" if needed <= 4 else "int8" if needed <= 8 else None)
+        if "weight_g_idx" in parts:
+            return Layout(shape)
+        qtype = "int4" if needed <= 4 else "int8" if needed <= 8 else None
+        return _sized(_layout(shape, qtype, scale), sizes)
 
     def width(packed: tuple[int, ...], shape: tuple[int, ...]) -> int:
         fitting = [n for n in bits if packed == (shape[0], -(-shape[1] * n // 32))]

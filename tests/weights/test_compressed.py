@@ -62,8 +62,11 @@ def test_transformers_computes_the_same(written):
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     got = parity.logits(small, tokens)
-    rounding = 2e-2 if path.name.endswith("w8a8") else 2e-5  # values of activations at a border round to either side
-    assert np.abs(got - want).max() < rounding * want.std()
+    if path.name.endswith("w8a8"):  # the scales of activations differ a little, so each rounds on its own
+        rounding = (got - parity.logits(quantization.full_precision(small), tokens)).std()
+        assert (got - want).std() < 1.5 * rounding
+    else:
+        assert np.abs(got - want).max() < 2e-5 * want.std()
 
 
 def test_formats_that_it_lacks_are_named(model, tmp_path):
