@@ -136,7 +136,7 @@ def read_model(
         )
     data = read_config(directory)
     if family is None:
-        family = _family_for(data, Path(directory) / "config.json")
+        family = family_for(data, Path(directory) / "config.json")
     elif isinstance(family, str):
         raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
@@ -151,7 +151,8 @@ def read_model(
     return family, cfg
 
 
-def _family_for(data: Mapping[str, Any], path: Path) -> Family:
+def family_for(data: Mapping[str, Any], path: Path) -> Family:
+    """Returns the family for the fields of a config.json; raises ValueError if there is none."""
     kind, text = data.get("model_type"), data.get("text_config")
     nested = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
     claimed = [f for f in families() if nested in f.model_types] or [f for f in families() if kind in f.model_types]

@@ -24,7 +24,7 @@ _SHOWN = 20
 def load(
     build: Callable[[], Model],
     table: Table,
-    directory: str | Path,
+    directory: str | Path | Mapping[str, Stored],
     *,
     layout: sharding.Layout | None = None,
     dtype: Any = None,
@@ -35,7 +35,7 @@ def load(
     Args:
         build: Returns a model; it is only traced, and run only for leaves that `table` declares absent.
         table: The model's weight table.
-        directory: Has the safetensors, one file or several with an index.
+        directory: Has the safetensors, one file or several with an index; or the tensors by name.
         layout: Placement over a mesh, so that every device only reads its own part; None reads onto one device.
         dtype: The dtype of the floating weights; None keeps the stored dtype.
         keep_quantized: True stores weights that the files have in few bits as `nn.quantized.QuantizedWeight`, where its
@@ -50,7 +50,10 @@ def load(
     sharding.check_layout(layout)
     check_dtype(dtype)
     abstract = jax.eval_shape(build)
-    tensors = unpacked(find_tensors(directory), quantization_of(directory))
+    if isinstance(directory, Mapping):
+        tensors, directory = directory, "the file"
+    else:
+        tensors = unpacked(find_tensors(directory), quantization_of(directory))
     stored, plan = _renamed(tensors, table), resolve(abstract, table)
     plan = _applicable(plan, stored)
     _check(abstract, plan, stored, table, directory)
