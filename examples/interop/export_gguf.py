@@ -1,8 +1,8 @@
 """Exports a Llama and its tokenizer as a GGUF file, for llama.cpp, Ollama and LM Studio.
 
 It writes float16, or 8 or 4 bits, with the `gguf` package, reads the file back with transformers, and checks that the
-logits equal maxlib's. For the K-quants run llama.cpp's `llama-quantize` on the file. Needs the extra `gguf`. Other families have
-other names and keys: `gguf.MODEL_TENSORS` lists them.
+logits equal maxlib's. For the K-quants run llama.cpp's `llama-quantize` on the file. Needs the extra `gguf`. Other
+families have other names and keys: `gguf.MODEL_TENSORS` lists them.
 """
 
 import argparse

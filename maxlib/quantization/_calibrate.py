@@ -204,7 +204,7 @@ def _round(w: Array, covariance: Array, largest: int, group: int, damping: float
 
         zeros = jnp.zeros((O, group))
         _, values, errors = jax.lax.fori_loop(0, group, round_column, (block, zeros, zeros))
-        later = jnp.where(jnp.arange(I) >= start + group, rows, 0.0)
+        later = jnp.where((jnp.arange(I) >= start + group)[None, :], rows, 0.0)
         return w - errors @ later, (values, scale)
 
     _, (values, scale) = jax.lax.scan(round_group, w, jnp.arange(I // group))
@@ -220,7 +220,7 @@ def _scale(block: Array, variance: Array, largest: int) -> Array:
         scale = (shrink * most / largest).astype(jnp.bfloat16).astype(jnp.float32)  # as it is stored
         scale = jnp.where(scale > 0, scale, 1.0)
         rounded = jnp.clip(jnp.round(block / scale[:, None]), -largest, largest) * scale[:, None]
-        return jnp.sum((block - rounded) ** 2 * variance, axis=1), scale
+        return jnp.sum((block - rounded) ** 2 * variance[None, :], axis=1), scale
 
     errors, scales = jax.lax.map(error, jnp.asarray(_SHRINKS))
     return jnp.take_along_axis(scales, jnp.argmin(errors, axis=0)[None], axis=0)[0]

@@ -30,7 +30,8 @@ def test_error_is_at_most_that_of_qwix():
     x = random.standard_normal((256, 8)) @ random.standard_normal((8, 64)) + 0.3 * random.standard_normal((256, 64))
     w, h = jnp.asarray(random.standard_normal((16, 64)), jnp.float32), jnp.asarray(x.T @ x, jnp.float32)
     how = qwix._src.core.qarray.HowToQuantize(qtype=jnp.int4, channelwise_axes=[0], tiled_axes={1: 32})
-    theirs = qwix.dequantize(gptq_core.quantize_weight(w, h, how)[0])
+    with jax.numpy_rank_promotion("allow"):
+        theirs = qwix.dequantize(gptq_core.quantize_weight(w, h, how)[0])
     values, scale = _rounded(w[None], h[None], "int4", 32, 0.01)
     ours = values[0] * jnp.repeat(scale[0], 32, axis=1)
     nearest = qwix.dequantize(qwix.quantize(w, jnp.int4, channelwise_axes=[0], tiled_axes={1: 32}))
