@@ -21,5 +21,10 @@ if TYPE_CHECKING:
     from maxlib.inference._speculate import speculate as speculate
     from maxlib.inference._text import encode as encode
     from maxlib.inference._text import stream_text as stream_text
+    from maxlib.inference._tool_calls import ParsedAnswer as ParsedAnswer
+    from maxlib.inference._tool_calls import ToolCall as ToolCall
+    from maxlib.inference._tool_calls import parse_tool_calls as parse_tool_calls
+    from maxlib.inference._tool_calls import tool_call_format as tool_call_format
+    from maxlib.inference._weight_sync import ReloadingServerEngine as ReloadingServerEngine
 
 __getattr__, __dir__ = lazy(__name__, __file__)

@@ -35,6 +35,7 @@ from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import is_builder, make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
+from maxlib.training.diloco import DiLoCo
 from maxlib.training.losses import Batch, LossFunction, NextToken
 
 MOST_EMPTY = 10  # batches in a row without a target
@@ -69,6 +70,7 @@ class Trainer:
         log_schedule: Schedule to log as `learning_rate`; the optimizer needs the same schedule.
         router_bias_update_rate: Step size of the expert biases of trained routers.
         layout: The mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
+        diloco: Lets replicas train alone and meet rarely; the model is then that of the last meeting.
         filter: Selects the trained parameters; None as in `make_state`.
         evaluation: Held-out data, and how often to compute the loss on it; always computed at the end.
         checkpointer: Saves by its own policy, and at the end.
@@ -107,6 +109,7 @@ class Trainer:
         log_schedule: optax.Schedule | None = None,
         router_bias_update_rate: float = 1e-3,
         layout: sharding.Layout | None = None,
+        diloco: DiLoCo | None = None,
         filter: nn.tree.Filter | None = None,
         evaluation: Evaluation | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
@@ -131,10 +134,10 @@ class Trainer:
             microbatches=microbatches,
             neftune_alpha=neftune_alpha,
             log_schedule=log_schedule,
-            router_bias_update_rate=router_bias_update_rate,
+            router_bias_update_rate=router_bias_update_rate if diloco is None else 0.0,
         )
         self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
-        self.train_step = jit_step(train_step)
+        self.train_step = jit_step(train_step) if diloco is None else diloco.wrap(train_step)
         self._eval_step = jax.jit(make_eval_step(loss, dtype=dtype))
         follow_layout(loader, layout)
         if evaluation is not None:
@@ -155,7 +158,8 @@ class Trainer:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
             model = model if is_builder(model) else copy_model(model, layout)
-            self.state = jax.block_until_ready(make_state(model, optimizer, filter=filter, key=key))
+            state = make_state(model, optimizer, filter=filter, key=key)
+            self.state = jax.block_until_ready(state if diloco is None else diloco.init(state))
         self.step, self.batch, self._batch_before = 0, None, None
         self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
