@@ -192,12 +192,13 @@ def _round(w: Array, covariance: Array, largest: int, group: int, damping: float
         block = jax.lax.dynamic_slice(w, (0, start), (O, group))
         rows = jax.lax.dynamic_slice(upper, (start, 0), (group, I))
         inner = jax.lax.dynamic_slice(rows, (0, start), (group, group))
-        scale = _scale(block, jax.lax.dynamic_slice(variance, (start,), (group,)), largest)
+        # An error of column j costs (error / U_jj)^2 after the columns behind it have made up for it.
+        scale = _scale(block, 1 / jnp.diagonal(inner) ** 2, largest)
 
         def round_column(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             block, values, errors = state
             column = block[:, j]
-            value = jnp.clip(jnp.round(column / scale), -largest, largest)
+            value = jnp.clip(jnp.round(column / scale), -largest - 1, largest)
             error = (column - value * scale) / inner[j, j]
             after = jnp.where(jnp.arange(group) > j, inner[j], 0.0)
             return block - jnp.outer(error, after), values.at[:, j].set(value), errors.at[:, j].set(error)
@@ -212,15 +213,15 @@ def _round(w: Array, covariance: Array, largest: int, group: int, damping: float
     return values.transpose(1, 0, 2).reshape(O, I), scale.T
 
 
-def _scale(block: Array, variance: Array, largest: int) -> Array:
-    """Returns the scale of each row with the least error, weighted by the variance of the inputs."""
+def _scale(block: Array, cost: Array, largest: int) -> Array:
+    """Returns the scale of each row with the least squared error, where `cost` is the factor of each column."""
     most = jnp.max(jnp.abs(block), axis=1)
 
     def error(shrink: Array) -> tuple[Array, Array]:
         scale = (shrink * most / largest).astype(jnp.bfloat16).astype(jnp.float32)  # as it is stored
         scale = jnp.where(scale > 0, scale, 1.0)
-        rounded = jnp.clip(jnp.round(block / scale[:, None]), -largest, largest) * scale[:, None]
-        return jnp.sum((block - rounded) ** 2 * variance[None, :], axis=1), scale
+        rounded = jnp.clip(jnp.round(block / scale[:, None]), -largest - 1, largest) * scale[:, None]
+        return jnp.sum((block - rounded) ** 2 * cost[None, :], axis=1), scale
 
     errors, scales = jax.lax.map(error, jnp.asarray(_SHRINKS))
     return jnp.take_along_axis(scales, jnp.argmin(errors, axis=0)[None], axis=0)[0]
