@@ -175,7 +175,7 @@ def _rounded(
     matrices: Float[Array, "E O I"], covariances: Float[Array, "E I I"], qtype: str, group: int, damping: float
 ) -> tuple[Float[Array, "E O I"], Float[Array, "E O G"]]:
     """Returns the values and the scales of matrices with groups of `group` inputs."""
-    return jax.lax.map(lambda pair: _round(*pair, _MAXIMA[qtype], group, damping), (matrices, covariances))
+    return jax.lax.map(lambda pair: _round(pair[0], pair[1], _MAXIMA[qtype], group, damping), (matrices, covariances))
 
 
 def _round(w: Array, covariance: Array, largest: int, group: int, damping: float) -> tuple[Array, Array]:
