@@ -46,7 +46,7 @@ def test_a_model_changes_less_than_by_rounding_to_nearest(family):
         model = jax.jit(lambda: llama.Llama(DENSE, rngs=nnx.Rngs(0)))()
     else:
         cfg = mixtral.Config(
-            vocab=64, num_layers=2, dim=64, mlp_dim=96, num_heads=2, num_kv_heads=1, head_dim=32, num_experts=4, top_k=2,
+            vocab=64, num_layers=2, dim=64, expert_dim=96, num_heads=2, num_kv_heads=1, head_dim=32, num_experts=4, top_k=2,
             rope=ops.Rope(32, max_length=64),
         )  # fmt: skip
         model = jax.jit(lambda: mixtral.Mixtral(cfg, rngs=nnx.Rngs(0)))()
