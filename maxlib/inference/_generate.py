@@ -17,8 +17,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn, sharding
+from maxlib.hardware import current_device
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
+from maxlib.nn import sites
 
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 Audio = nn.audio.Clips
@@ -27,6 +29,9 @@ Source = nn.Source | nn.Encoded
 
 class Generator:
     """A model prepared for decoding: layers are unstacked and matrices cast to `dtype` once.
+
+    On CPUs, which multiply few bits slowly, weights of few bits are dequantized to `dtype` once; where activations are
+    rounded too, they stay as they are.
 
     To run on several devices, call it inside `sharding.use(layout)`: parameters, caches and steps are sharded
     accordingly.
@@ -48,7 +53,7 @@ class Generator:
                 "the target, "
                 "and pass this model as drafter= to inference.speculate"
             )
-        self.model = cast_matrices(nn.unstack(model), dtype)
+        self.model = cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
@@ -292,6 +297,25 @@ def _draw(model, hidden, keys, step, sampler: Callable):
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
+def _unpacked(model: Any, dtype: Any) -> Any:
+    """Returns the model with dequantized weights if it runs on CPUs, see `Generator`."""
+    if current_device()[0] != "cpu":
+        return model
+
+    def unpack(path: str, site: Any) -> Any:
+        matmul = getattr(site, "matmul", nn.matmul.PlainMatmul())
+        while isinstance(matmul, nn.matmul.LowRank):
+            matmul = matmul.inner
+        if not isinstance(site.w, nn.quantized.QuantizedWeight) or not isinstance(matmul, nn.matmul.PlainMatmul):
+            return site
+        # Weights that an update lacks are arrays of numpy, see `_converted`.
+        absent = isinstance(site.w.values.get_value(), np.ndarray)
+        w = np.broadcast_to(False, site.w.shape) if absent else site.w[...].astype(dtype)
+        return sites.replace(site, w=nnx.Param(w, axes=sites.axes_of(site)))
+
+    return sites.map_sites(model, unpack)
+
+
 def cast_matrices(model: Any, dtype: Any) -> Any:
     """Casts weights of matmuls, unless quantized; norm scales and biases keep their dtype, as in training."""
 
@@ -326,6 +350,7 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
     """
     absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), shapes)  # takes no memory
     new = nn.unstack(nn.combine(weights, absent) if isinstance(weights, dict) else weights)
+    new = _unpacked(new, jnp.float32)  # cast below
     _check_shapes(like, new)
     if jax.tree.structure(new) != jax.tree.structure(like):
         raise ValueError("update takes a model of the same structure; make a new Generator for another model")
