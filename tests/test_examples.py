@@ -284,6 +284,14 @@ def test_reinforce_raises_the_reward_and_resumes(tmp_path):
     assert "step 30" in by_command("reinforce.py", "--steps", 30, *options)
 
 
+@full
+def test_agent_plays_with_its_tools(tmp_path):
+    text = example("agent.py", "--out", tmp_path, "--steps", 2, "--demonstrations", 120, "--tasks", 2, "--group", 4)
+    assert re.search(r"before: reward \S+", text) and re.search(r"after: reward \S+", text)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["turns"] > 1 and last["trajectories"] == 1 and last["end/crash"] == last["end/timeout"] == 0
+
+
 def preferences(tmp_path):
     """Pairs of answers, and options of a short run on them."""
     turn = lambda role, content: {"role": role, "content": content}

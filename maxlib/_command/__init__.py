@@ -32,8 +32,6 @@ def main(argv: list[str] | None = None) -> int:
         2 for bad input.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["plan"]:  # has its own parser
-        return _plan(argv[1:])
     if not argv:
         parser(None).print_help(sys.stderr)
         return 2
@@ -64,12 +62,3 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
             module.add(subparser)
             subparser.set_defaults(run=module.run)
     return top
-
-
-def _plan(words: list[str]) -> int:
-    import jax
-
-    from maxlib.plan.command import main as plan
-
-    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; do not occupy an accelerator
-    return plan(words)

@@ -45,10 +45,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _actions(name: str) -> list[argparse.Action]:
     """Returns the arguments and options of a command."""
-    if name == "plan":
-        from maxlib.plan.command import parser as plan_parser
-
-        return plan_parser()._actions
     from maxlib._command import parser
 
     (commands,) = (action for action in parser(name)._actions if isinstance(action, argparse._SubParsersAction))

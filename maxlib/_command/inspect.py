@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -80,15 +78,11 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _entry(entry: dict[str, Any]) -> Array:
-    dtype = np.dtype("uint32") if "key" in entry else _dtype(entry["dtype"])
-    shape = tuple(entry["shape"])
-    return Array(shape, str(entry["dtype"]), math.prod(shape) * dtype.itemsize, entry["checksum"])
-
-
-def _dtype(name: str) -> np.dtype:
     import jax.numpy as jnp
 
-    return np.dtype(jnp.dtype(name))
+    dtype = jnp.dtype("uint32" if "key" in entry else entry["dtype"])
+    shape = tuple(entry["shape"])
+    return Array(shape, str(entry["dtype"]), math.prod(shape) * dtype.itemsize, entry["checksum"])
 
 
 def listed(arrays: Mapping[str, Array], *, every_layer: bool) -> list[dict[str, Any]]:
@@ -122,6 +116,8 @@ def differences(ours: Mapping[str, Array], theirs: Mapping[str, Array]) -> list[
 
 
 def _difference(a: Array, b: Array) -> str:
+    import numpy as np
+
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
     if not (callable(a.content) and callable(b.content)):

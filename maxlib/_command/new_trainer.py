@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-EXAMPLES = ("pretrain", "finetune", "prefer", "reinforce", "distill", "mixture")
+EXAMPLES = ("pretrain", "finetune", "prefer", "reinforce", "agent", "distill", "mixture")
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,9 @@
-"""Calls in a separate process, each with a timeout; a process that hangs or crashes is replaced."""
+"""Calls in a separate process or thread, each with a timeout; one that hangs or crashes is replaced."""
 
 import contextlib
 import math
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -18,10 +19,12 @@ class TimedProcess:
 
     Args:
         functions: The functions that it can call, by index.
+        in_thread: True for a thread, which calls the functions themselves. It cannot be killed: a call that timed out
+            goes on, and its result is dropped.
     """
 
-    def __init__(self, functions: Sequence[Callable[[Any], Any]]):
-        self.functions = functions
+    def __init__(self, functions: Sequence[Callable[[Any], Any]], *, in_thread: bool = False):
+        self.functions, self.in_thread = functions, in_thread
         self._begin()
 
     @property
@@ -65,17 +68,20 @@ class TimedProcess:
 
     def end(self) -> None:
         """Ends the process."""
-        self.process.kill()
-        self.process.join()
+        if not self.in_thread:
+            self.process.kill()
+            self.process.join()
         self.pipe.close()
 
     def _begin(self) -> None:
         # Spawn instead of fork, because a fork lacks the parent's threads, of which XLA has many.
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, self.functions), daemon=True)
+        make = threading.Thread if self.in_thread else context.Process
+        self.process: Any = make(target=_serve, args=(other, self.functions), daemon=True)
         self.process.start()
-        other.close()
+        if not self.in_thread:
+            other.close()
         self.job, self.ready, self.deadline = None, False, math.inf
 
 
@@ -90,7 +96,7 @@ def wait_for_any(processes: Sequence[TimedProcess]) -> list[TimedProcess]:
 def _serve(pipe: Connection, functions: Sequence[Callable[[Any], Any]]) -> None:
     """Answers calls until the parent closes the pipe."""
     pipe.send("ready")
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with pipe, contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             number, argument = pipe.recv()
             pipe.send(functions[number](argument))

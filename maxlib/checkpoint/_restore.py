@@ -359,7 +359,7 @@ def _groups(names: list[str], entries: dict, most: int = 1 << 28) -> Iterator[li
 
 def _damaged_of(directory: epath.Path, item: str, entries: dict) -> list[str]:
     try:
-        leaves = storage.read_here(directory, item, entries)
+        leaves = storage.read_here(directory, item, {n: records.abstract(e) for n, e in entries.items()})
     except Exception:  # tensorstore raises various errors for a broken file
         if len(entries) == 1:
             return list(entries)

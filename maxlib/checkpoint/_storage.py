@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import tensorstore
 from etils import epath
 from orbax.checkpoint.path import step as step_names
 
+from maxlib.checkpoint import _replicas as replicas
 from maxlib.checkpoint import _s3
 from maxlib.distributed import PeerError, raise_on_all
 
@@ -238,31 +240,44 @@ def _remove_unfinished(directory: epath.Path) -> None:
 
 
 def load(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
-    """Reads leaves of one item to the sharding of a `jax.ShapeDtypeStruct`, or to numpy if it has none.
+    """Reads leaves of one item to the sharding of a `jax.ShapeDtypeStruct`, or to numpy if it has none."""
+    return replicas.load(
+        functools.partial(_read, directory, item), functools.partial(read_here, directory, item), abstract
+    )
 
-    Raises PeerError if only another host failed.
-    """
+
+def _read(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
+    if not abstract:
+        return {}
     want = {
         name: leaf if leaf.sharding is not None else np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()
     }
     context = _context()
-    # Orbax's own wait for other hosts does not report failures.
+    # Orbax's own wait for other hosts does not report failures; `replicas.load` does.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
-    with raise_on_all("reading a checkpoint"), context:
-        return dict(ocp.load_checkpointables(directory, {item: want})[item]) if want else {}
+    with context:
+        return dict(ocp.load_checkpointables(directory, {item: want})[item])
 
 
-def read_here(directory: epath.Path, item: str, names: Iterable[str]) -> Arrays:
-    """Reads leaves of one item to numpy, independently of other hosts."""
+def read_here(directory: epath.Path, item: str, abstract: Arrays) -> Arrays:
+    """Reads this host's part of each leaf, independently of other hosts."""
     base = urllib.parse.quote(str(directory / item), safe="/:")
     kvstore = {"driver": "ocdbt", "base": f"{base}/" if "://" in base else f"file://{base}/"}
     stores = {
         name: tensorstore.open({"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}, open=True)
-        for name in names
+        for name in abstract
     }
-    reads = {name: store.result().read() for name, store in stores.items()}
-    return {name: read.result() for name, read in reads.items()}
+    return {name: _piece(stores[name].result(), leaf) for name, leaf in abstract.items()}
+
+
+def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+    if leaf.sharding is None:
+        return store.read().result()
+    places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    reads = {device: store[index].read() for device, index in places.items()}
+    pieces = [jax.device_put(read.result(), device) for device, read in reads.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
 
 def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:

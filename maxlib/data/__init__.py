@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from maxlib.data._audio import AudioProcessor as AudioProcessor
     from maxlib.data._audio import WaveformProcessor as WaveformProcessor
     from maxlib.data._bad_records import SkipBadRecords as SkipBadRecords
-    from maxlib.data._completions import completion_rows as completion_rows
     from maxlib.data._documents import token_ids as token_ids
     from maxlib.data._formats import HFStream as HFStream
     from maxlib.data._formats import files as files

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import grain
 
+from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document
 from maxlib.data._reader import CountingIterator
 
@@ -59,9 +60,12 @@ class Mixture:
         seed: int | None = None,
         tokens_per_step: int | None = None,
     ):
-        _check_sources(sources)
-        if by not in ("tokens", "documents"):
-            raise ValueError(f"by must be 'tokens' or 'documents', got {by!r}.")
+        if not sources:
+            raise ValueError("A mixture needs at least one source, got none.")
+        for name, source in sources.items():
+            if isinstance(source, grain.MapDataset) and len(source) == 0:
+                raise ValueError(f"The source {name!r} of the mixture is empty: leave it out, or check its paths.")
+        check_choice("by", by, ("tokens", "documents"))
         if callable(weights) and not (tokens_per_step and tokens_per_step > 0):
             raise ValueError(
                 "Weights that depend on the step need tokens_per_step=, batch_size * length, to count steps by."
@@ -293,11 +297,3 @@ def _check_names(what: str, values: Mapping[str, Any], names: tuple[str, ...]) -
     unknown = sorted(set(values) - set(names))
     if unknown:
         raise ValueError(f"{what} names {unknown}, which are not among the sources {list(names)}.")
-
-
-def _check_sources(sources: Mapping[str, Sliceable]) -> None:
-    if not sources:
-        raise ValueError("A mixture needs at least one source, got none.")
-    for name, source in sources.items():
-        if isinstance(source, grain.MapDataset) and len(source) == 0:
-            raise ValueError(f"The source {name!r} of the mixture is empty: leave it out, or check its paths.")

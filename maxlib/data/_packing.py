@@ -15,6 +15,7 @@ from grain.experimental import (
 )
 from jaxtyping import Int32
 
+from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 from maxlib.data._padding import Room, fits, has_media, misfit
 from maxlib.data._reader import CountingIterator
@@ -69,11 +70,11 @@ def pack(
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
-    if strategy not in ("first_fit", "concat_then_split"):
-        raise ValueError(f"strategy must be 'first_fit' or 'concat_then_split', got {strategy!r}.")
+    check_choice("strategy", strategy, ("first_fit", "concat_then_split"))
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}.")
-    _check_policies(overlong)
+    for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
+        check_choice("overlong", policy, get_args(Overlong))
     lengths, room = {"tokens": length, "targets": length}, Room(images, audio)
     cut = strategy == "first_fit"
     if room.sizes and not cut:
@@ -219,14 +220,6 @@ class _PiecesIterator(CountingIterator):
         for end in ("",) if source is None else ("", f"/{source}"):
             self.counts[f"{what}_documents{end}"] += 1
             self.counts[f"{what}_tokens{end}"] += tokens
-
-
-def _check_policies(overlong: Policies) -> None:
-    for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
-        if policy not in get_args(Overlong):
-            raise ValueError(
-                f"overlong must be one of {get_args(Overlong)}, or one of them per source, got {policy!r}."
-            )
 
 
 def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:

@@ -31,5 +31,6 @@ if TYPE_CHECKING:
     from maxlib.inference._tool_calls import ToolCall as ToolCall
     from maxlib.inference._tool_calls import parse_tool_calls as parse_tool_calls
     from maxlib.inference._tool_calls import tool_call_format as tool_call_format
+    from maxlib.inference._weight_sync import ReloadingServerEngine as ReloadingServerEngine
 
 __getattr__, __dir__ = lazy(__name__, __file__)

@@ -22,6 +22,7 @@ from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 Audio = nn.audio.Clips
+Source = nn.Source | nn.Encoded
 
 
 class Generator:
@@ -78,6 +79,7 @@ class Generator:
         max_new_tokens: SupportsIndex,
         images: Images | None = None,
         audio: Audio | None = None,
+        source: Source | None = None,
         sampler: Sampler = GREEDY,
         stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
@@ -89,6 +91,7 @@ class Generator:
             max_new_tokens=max_new_tokens,
             images=images,
             audio=audio,
+            source=source,
             sampler=sampler,
             stop_token_ids=stop_token_ids,
             key=key,
@@ -108,6 +111,7 @@ class Generator:
         max_new_tokens: SupportsIndex,
         images: Images | None = None,
         audio: Audio | None = None,
+        source: Source | None = None,
         sampler: Sampler = GREEDY,
         stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
@@ -122,6 +126,8 @@ class Generator:
                 `pixel_values` of Hugging Face's processors; `nn.vision.pad_patches` of them for images of any size).
             audio: For models that hear: all clips of all prompts in the order of their placeholders
                 (`nn.audio.pad_clips`).
+            source: For encoder-decoders: what the encoder reads for each prompt, which is then the beginning of the
+                decoder's text; or the encoder's output.
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
             key: Random key for sampling. Without it each call of this generator uses a new key, in the same order in
@@ -142,7 +148,7 @@ class Generator:
             capacity = min(shared_capacity(longest + count), getattr(self.model, "max_length", None) or 1 << 62)
         capacity = integer("capacity", capacity)
         check_room(longest, count, capacity)
-        seen = check_inputs(self.model, right_padded(texts)[0], images, audio)
+        seen = check_inputs(self.model, right_padded(texts)[0], images, audio, source)
         keys = jax.random.split(self._keys(key), len(texts))
         return self._steps(texts, seen, count, sampler, stop, keys, capacity)
 
@@ -180,6 +186,7 @@ def generate(
     max_new_tokens: SupportsIndex,
     images: Images | None = None,
     audio: Audio | None = None,
+    source: Source | None = None,
     sampler: Sampler = GREEDY,
     stop_token_ids: StopIds = (),
     key: Key[Array, ""] | None = None,
@@ -193,6 +200,7 @@ def generate(
         max_new_tokens: Maximum number of new tokens per prompt.
         images: All images of all prompts, for models that read images.
         audio: All clips of all prompts, for models that hear.
+        source: What the encoder of an encoder-decoder reads, a row for each prompt.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
         key: Random key for sampling. Without it each call draws anew, in the same order in every run.
@@ -209,6 +217,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         images=images,
         audio=audio,
+        source=source,
         sampler=sampler,
         stop_token_ids=stop_token_ids,
         key=_keys(key),
@@ -327,10 +336,15 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
 
 
 def check_inputs(
-    model: Any, tokens: np.ndarray, images: Images | None, audio: Audio | None = None
-) -> dict[str, Images | Audio]:
+    model: Any,
+    tokens: np.ndarray,
+    images: Images | None,
+    audio: Audio | None = None,
+    source: Source | None = None,
+) -> dict[str, Images | Audio | Source]:
     """Returns the inputs besides tokens. They are checked here, because ids are not known inside jit."""
-    inputs = {name: x for name, x in (("images", images), ("audio", audio)) if x is not None}
+    inputs = {"images": images, "audio": audio, "source": source}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
     if isinstance(model, nn.MultimodalModel):
         model.check_inputs(tokens, **inputs)
     elif inputs:

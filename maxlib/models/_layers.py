@@ -65,11 +65,11 @@ class PreNorm(nn.Layer):
     leaves out is skipped.
     """
 
-    attn_norm: nn.RMSNorm | None = None
+    attn_norm: Any = None
     attn_post_norm: nn.RMSNorm | None = None
     delta: Any = None
     conv: Any = None
-    mlp_norm: nn.RMSNorm | None = None
+    mlp_norm: Any = None
     mlp_post_norm: nn.RMSNorm | None = None
     mlp: Any = None
     moe: Any = None
@@ -89,6 +89,27 @@ class PreNorm(nn.Layer):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns the mixer's empty cache."""
         return self.mixer.init_cache(batch, capacity, dtype)
+
+
+class CrossPreNorm(PreNorm):
+    """`PreNorm` with a branch of `cross`, attention to an encoder's output, after `attn`; it reads `cross_norm(x)`."""
+
+    cross: nn.CrossAttention
+    cross_norm: Any
+    cross_post_norm: nn.RMSNorm | None = None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        of_attn, of_cross = (None, None) if cache is None else cache
+        h, of_attn = self.attn(self.attn_norm(x), ctx, of_attn)
+        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
+        h, of_cross = self.cross(self.cross_norm(x), ctx, of_cross)
+        x = nn.residual(x, h, "cross_attn", norm=self.cross_post_norm)
+        x = nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm)
+        return x, None if cache is None else (of_attn, of_cross), {}
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns the empty caches of both attentions."""
+        return self.attn.init_cache(batch, capacity, dtype), self.cross.init_cache(batch, capacity, dtype)
 
 
 def attention(

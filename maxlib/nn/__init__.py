@@ -28,6 +28,7 @@ from maxlib.nn._capture import capture as capture
 from maxlib.nn._capture import named_values as named_values
 from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
+from maxlib.nn._dropout import with_dropout as with_dropout
 from maxlib.nn._layer import Layer as Layer
 from maxlib.nn._layer import residual as residual
 from maxlib.nn._linear import Einsum as Einsum
@@ -35,8 +36,11 @@ from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._linear import draw_key as draw_key
 from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
+from maxlib.nn._position_bias import ALiBi as ALiBi
+from maxlib.nn._position_bias import RelativeBias as RelativeBias
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
+from maxlib.nn.attention._cross import CrossAttention as CrossAttention
 from maxlib.nn.attention._grouped_query import Attention as Attention
 from maxlib.nn.attention._grouped_query import TemperatureTuning as TemperatureTuning
 from maxlib.nn.attention._grouped_query import attend as attend
@@ -45,8 +49,13 @@ from maxlib.nn.attention._latent import MLA as MLA
 from maxlib.nn.attention._shared_kv import SharedKVAttention as SharedKVAttention
 from maxlib.nn.attention._sparse import SparseMLA as SparseMLA
 from maxlib.nn.decoder._context import Context as Context
+from maxlib.nn.decoder._context import Encoded as Encoded
 from maxlib.nn.decoder._context import make_context as make_context
 from maxlib.nn.decoder._decoder import Decoder as Decoder
+from maxlib.nn.decoder._encoder import Encoder as Encoder
+from maxlib.nn.decoder._encoder import EncoderInput as EncoderInput
+from maxlib.nn.decoder._encoder import Source as Source
+from maxlib.nn.decoder._encoder import check_source as check_source
 from maxlib.nn.decoder._head import ROWS_AT_ONCE as ROWS_AT_ONCE
 from maxlib.nn.decoder._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn.decoder._head import cross_entropy as cross_entropy
@@ -58,6 +67,7 @@ from maxlib.nn.decoder._model import Model as Model
 from maxlib.nn.decoder._model import MultimodalModel as MultimodalModel
 from maxlib.nn.decoder._model import Output as Output
 from maxlib.nn.decoder._positions import LearnedPositions as LearnedPositions
+from maxlib.nn.decoder._positions import SinusoidalPositions as SinusoidalPositions
 from maxlib.nn.describe import summary as summary
 from maxlib.nn.experts._linear import ExpertLinear as ExpertLinear
 from maxlib.nn.experts._moe import MoE as MoE

@@ -29,7 +29,7 @@ def capture(
 ) -> Callable[..., tuple[Any, dict[str, Array]]]:
     """Returns a function that calls `model` and also returns intermediate values.
 
-        run = nn.capture(model, ["resid_pre", "heads"], layers=[0, 3])
+        run = nn.capture(model, ["resid_pre", "heads"], layers=[0, 1])
         output, values = run(tokens, dtype=jnp.float32)  # values["heads"] is [2, B, T, N, H]
 
     It may be used under `jax.jit`, `jax.grad` and with a cache, packed rows or remat, and of a patched model. Only the

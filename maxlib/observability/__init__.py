@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from maxlib.observability._profile import Profile as Profile
     from maxlib.observability._profile import dump_program as dump_program
     from maxlib.observability._profile import live_arrays as live_arrays
-    from maxlib.observability._profile import memory_profile as memory_profile
     from maxlib.observability._profile import memory_use as memory_use
     from maxlib.observability._profile import profile_summary as profile_summary
     from maxlib.observability._profile import top_ops as top_ops

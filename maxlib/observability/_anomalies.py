@@ -186,7 +186,8 @@ class SlowHosts:
 
     def __call__(self, trainer: Any = None) -> list[str]:
         total = 0.0 if trainer is None else trainer.clock.seconds.get("data", 0.0)
-        mine, self._waited = [matmul_seconds(self._size), total - self._waited], total
+        slowest = max(_matmul_seconds(device, self._size) for device in jax.local_devices())
+        mine, self._waited = [slowest, total - self._waited], total
         times = np.reshape(multihost_utils.process_allgather(np.array(mine, np.float32)), (-1, 2))
         lines = slow_hosts({"compute": times[:, 0], "data": times[:, 1]}, factor=self._factor)
         if jax.process_index() == 0:
@@ -215,24 +216,14 @@ def slow_hosts(times: dict[str, Any], *, factor: float = 1.5) -> list[str]:
     return lines
 
 
-def matmul_seconds(size: int = 1024, rounds: int = 5) -> float:
-    """Measures a few matmuls on each local device; returns the slowest device's best time, which excludes
-    other load.
-    """
-    return max(_matmul_seconds(device, size, rounds) for device in jax.local_devices())
-
-
-def _matmul_seconds(device: Any, size: int, rounds: int) -> float:
-    x = jax.device_put(jnp.ones((size, size), jnp.bfloat16 if device.platform != "cpu" else jnp.float32), device)
-    jax.block_until_ready(_dot(x))
+def _matmul_seconds(device: Any, size: int) -> float:
+    """Returns the best time of a few matmuls, which excludes other load."""
+    x = jnp.ones((size, size), jnp.bfloat16 if device.platform != "cpu" else jnp.float32, device=device)
+    multiply = jax.jit(jnp.matmul)
+    jax.block_until_ready(multiply(x, x))
     seconds = []
-    for _ in range(rounds):
+    for _ in range(5):
         begin = time.perf_counter()
-        jax.block_until_ready(_dot(x))
+        jax.block_until_ready(multiply(x, x))
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
-
-
-@jax.jit
-def _dot(x: jax.Array) -> jax.Array:
-    return x @ x

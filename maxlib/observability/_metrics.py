@@ -60,13 +60,11 @@ class Writers(list[Writer]):
     def extend(self, writers: Iterable[Writer]) -> None:
         """Adds several writers; raises as `append` does."""
         writers = list(writers)
-        for writer in writers:
-            methods = ("resume", "write", "close")
-            if lacking := [name for name in methods if not callable(getattr(writer, name, None))]:
-                raise TypeError(
-                    "a writer of metrics has the methods resume(step), write(step, values) and close(), as "
-                    f"observability.Jsonl has; {type(writer).__name__} lacks {', '.join(lacking)}"
-                )
+        if wrong := [writer for writer in writers if not isinstance(writer, Writer)]:
+            raise TypeError(
+                "a writer of metrics has the methods resume(step), write(step, values) and close(), as "
+                f"observability.Jsonl has; {type(wrong[0]).__name__} lacks one"
+            )
         super().extend(writers)
 
     def resume(self, step: int) -> None:
@@ -152,19 +150,12 @@ class Jsonl:
         """Writes pending lines, and keeps them if writing fails, as on a full disk."""
         if self._file is None:  # unbuffered, because a buffer that cannot be flushed would be lost
             self._file = self.path.open("ab", buffering=0)
-        data = "".join(self._waiting).encode()
+        data, size = "".join(self._waiting).encode(), self._file.tell()
         written = self._file.write(data)
         if written < len(data):
-            self._forget(data[:written])
+            self._file.truncate(size)  # all lines are written next time
             raise OSError(errno.ENOSPC, f"{self.path}: only {written} of {len(data)} bytes could be written")
         self._waiting.clear()
-
-    def _forget(self, written: bytes) -> None:
-        """Removes completely written lines from the pending ones, and completes a truncated line first."""
-        for _ in range(written.count(b"\n")):
-            self._waiting.popleft()
-        if written and not written.endswith(b"\n"):
-            self._waiting.appendleft("\n")
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

@@ -188,15 +188,6 @@ def memory_use(*, max_age: float = 0.0) -> dict[str, int]:
 _last_use: dict[str, Any] = {"at": -math.inf, "bytes": {}}
 
 
-def memory_profile(directory: str | Path) -> Path:
-    """Writes `memory.prof` (device memory by allocating line, for `pprof`) and `memory.txt`, a summary."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    jax.profiler.save_device_memory_profile(str(Path(directory) / "memory.prof"))
-    text = Path(directory) / "memory.txt"
-    text.write_text(live_arrays() + "\n")
-    return text
-
-
 def live_arrays(n: int = 20) -> str:
     """Lists the arrays that Python holds on this process's devices, grouped by shape and dtype, the largest first."""
     count, size = collections.Counter(), collections.Counter()

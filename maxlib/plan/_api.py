@@ -1,17 +1,17 @@
 """The entry points `plan` and `estimated`."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import AbstractMesh
-
 from maxlib.plan._analytic import analytic_costs
+from maxlib.plan._hlo import Costs
 from maxlib.plan._job import Job, check_names
 from maxlib.plan._memory import Memory
-from maxlib.plan._program import across_hosts, refused
+from maxlib.plan._program import refused
 from maxlib.plan._report import Plan
-from maxlib.plan._roofline import estimate, link_speeds
-from maxlib.plan._run import Compiled, run
+from maxlib.plan._roofline import estimate
+from maxlib.plan._run import run
 from maxlib.plan._targets import parse_target
 
 
@@ -41,7 +41,16 @@ def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeou
     if refused(job):
         return estimated(job)
     compiled = run(job, full=full, keep=keep, timeout=timeout)
-    return _plan(job, compiled.described, compiled)
+    return dataclasses.replace(
+        _plan(job, compiled.facts, compiled.costs),
+        compiled=True,
+        host=compiled.host,
+        temporaries=compiled.temporaries,
+        code=compiled.code,
+        peak=compiled.peak,
+        lower_seconds=compiled.lower_seconds,
+        compile_seconds=compiled.compile_seconds,
+    )
 
 
 def estimated(job: Job) -> Plan:
@@ -58,41 +67,32 @@ def estimated(job: Job) -> Plan:
     """
     from maxlib.plan._worker import describe
 
-    program, described = describe(job)
-    target = parse_target(job.target)
-    if job.dcn and target.platform == "cuda" and isinstance(program.mesh, AbstractMesh):
-        described["links"] = link_speeds(program.mesh, target, across_hosts(job, target))
-    return _plan(
-        job, described, None, analytic_costs(program, described["model_flops"], described["analytic"]["offloaded"])
-    )
+    program, facts = describe(job)
+    return _plan(job, facts, analytic_costs(program, facts["model_flops"], facts["analytic"]["offloaded"]))
 
 
-def _plan(job: Job, described: dict[str, Any], compiled: Compiled | None, costs: Any = None) -> Plan:
-    """Builds the `Plan` from the compiler's numbers if available, else from the analytic ones."""
-    target, analytic = parse_target(job.target), Memory(**described["analytic"])
-    costs = compiled.costs if compiled else costs
-    rows, mesh = described["rows"], described["mesh"]
+def _plan(job: Job, facts: dict[str, Any], costs: Costs | None) -> Plan:
+    """Returns the plan from shapes, with these costs."""
+    target, analytic, flops = parse_target(job.target), Memory(**facts["analytic"]), facts["model_flops"]
     guess = None
     if costs is not None:
-        guess = estimate(
-            costs, target, mesh, described["links"], tokens=rows * job.sequence, model_flops=described["model_flops"]
-        )
+        tokens = facts["rows"] * job.sequence
+        guess = estimate(costs, target, facts["mesh"], facts["links"], tokens=tokens, model_flops=flops)
     return Plan(
         job=job,
         target=target,
-        mesh=mesh,
-        compiled=compiled is not None,
-        num_parameters=described["parameters"],
-        rows=rows,
-        **described["bytes"] | ({"host": compiled.host} if compiled else {}),
+        mesh=facts["mesh"],
+        num_parameters=facts["parameters"],
+        rows=facts["rows"],
+        parameters=analytic.parameters,
+        optimizer=analytic.optimizer,
+        batch=analytic.batch,
+        host=facts["host"],
         gradients=analytic.gradients,
-        temporaries=compiled.temporaries if compiled else analytic.temporaries,
-        code=compiled.code if compiled else None,
-        peak=compiled.peak if compiled else analytic.total,
+        temporaries=analytic.temporaries,
+        peak=analytic.total,
         analytic=analytic,
-        model_flops=described["model_flops"],
+        model_flops=flops,
         costs=costs,
         estimate=guess,
-        lower_seconds=compiled.lower_seconds if compiled else 0.0,
-        compile_seconds=compiled.compile_seconds if compiled else 0.0,
     )

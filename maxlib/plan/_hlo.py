@@ -38,8 +38,6 @@ from maxlib.plan._hlo_work import (
 )
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-_COSTLIEST = 5  # number of instructions to list
-_SHAPES = re.compile(r"\{[^}]*\}")  # layouts within a type
 _CHAIN = re.compile(r'chain_id="\d+"')
 # How a program writes collectives between slices.
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -92,7 +90,6 @@ class Costs:
         to_host: Bytes copied to the host's memory.
         from_host: Bytes copied from the host's memory.
         assumes: Assumptions, as sentences for the report.
-        costliest: The instructions with the most arithmetic, and their FLOPs.
         narrow: The part of `flops` whose operands have eight bits, by "fp8" and "int8".
         repeated: Further arithmetic that is not in `flops`, of tiles with rows of two experts, computed once for each.
     """
@@ -104,7 +101,6 @@ class Costs:
     to_host: float = 0.0
     from_host: float = 0.0
     assumes: tuple[str, ...] = ()
-    costliest: tuple[tuple[str, float], ...] = ()
     narrow: Mapping[str, float] = dataclasses.field(default_factory=dict)
     repeated: float = 0.0
 
@@ -142,7 +138,6 @@ def read_costs(
         program.to_host,
         program.from_host,
         tuple(_assumed(program.chosen, cache)),
-        tuple(sorted(program.arithmetic.items(), key=lambda item: -item[1])[:_COSTLIEST]),
         program.narrow,
         program.repeated,
     )
@@ -170,8 +165,7 @@ class _Program:
         self.chosen = 0  # number of conditionals counted by their cheapest branch
         self.collectives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         self.chains: set[str] = set()
-        self.arithmetic: dict[str, float] = {}  # FLOPs by instruction
-        self.narrow: dict[str, float] = {}  # of these the FLOPs of operands of eight bits
+        self.narrow: dict[str, float] = {}  # FLOPs of operands of eight bits, by their kind
 
     def visit(self, name: str, times: float, *, in_fusion: bool) -> None:
         """Adds the costs of a computation that runs `times` times; inside a fusion nothing reads or writes memory."""
@@ -204,12 +198,10 @@ class _Program:
                 self.bytes += times * self._traffic(instruction, computation)
 
     def _compute(self, instruction: Instruction, flops: float, computation: dict[str, Instruction]) -> None:
-        """Adds arithmetic, also to the sum of its instruction and of the kind of its operands."""
+        """Adds arithmetic, also to the sum of the kind of its operands."""
         self.flops += flops
         if flops and (kind := narrow_kind(instruction, computation)):
             self.narrow[kind] = self.narrow.get(kind, 0.0) + flops
-        name = f"{instruction.name} {_SHAPES.sub('', instruction.type)} {_origin(instruction)}"
-        self.arithmetic[name] = self.arithmetic.get(name, 0.0) + flops
 
     def _copy(self, instruction: Instruction, computation: dict[str, Instruction], times: float) -> None:
         """Adds copies between the device and the host, of whole arrays and of slices."""
@@ -232,7 +224,7 @@ class _Program:
         for branch in branches:
             alone = copy.copy(self)
             alone.flops, alone.bytes, alone.collectives, alone.chains = 0.0, 0.0, {}, set(self.chains)
-            alone.arithmetic, alone.narrow = {}, {}
+            alone.narrow = {}
             alone.visit(branch, times, in_fusion=in_fusion)
             moved = sum(size for *_, size in alone.collectives.values())
             tried.append((alone.flops, moved, alone.bytes, len(tried)))
@@ -359,12 +351,6 @@ class _Program:
 def _sliced(instruction: Instruction, operand: Instruction) -> float:
     """Returns the bytes that a slice reads from main memory; its result may be in another memory."""
     return size_of(instruction.type) if bytes_of(operand.type) else 0.0
-
-
-def _origin(instruction: Instruction) -> str:
-    """Returns the last parts of an instruction's op_name."""
-    match = re.search(r'op_name="([^"]*)"', instruction.rest)
-    return "/".join(match[1].split("/")[-3:]) if match else ""
 
 
 def _element(computation: dict[str, Instruction], name: str, index: int | None) -> Instruction | None:

@@ -1,10 +1,9 @@
 """The `Job` to plan, and its JSON serialization for another process."""
 
 import dataclasses
-import functools
-import importlib
 import inspect
 import json
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ from maxlib.ops import attention_implementations
 from maxlib.plan._targets import parse_target
 from maxlib.sharding import MeshShape
 
-MARK = "maxlib-plan "
 FSDP_EVERYWHERE = sharding.Layout({"fsdp": -1}, sharding.FSDP)
 
 
@@ -120,7 +118,13 @@ class Job:
             return _from_config(known[self.model])
         model = by_name(self.model, "model")
         if callable(model):
-            _check_takes_nothing(model)
+            try:
+                inspect.signature(model).bind()
+            except TypeError as error:
+                raise ValueError(
+                    f"a plan builds a model by calling a function without arguments, which {model!r} does not allow "
+                    f"({error}): give them in a function of your own, def build(): return Model(cfg, rngs=nnx.Rngs(0))"
+                ) from error
             model = model()
         return model if isinstance(model, nnx.Module) else _from_config(model)
 
@@ -178,17 +182,6 @@ def _stored(model: Any, base: str, dtype: str) -> Any:
     return nn.tree.cast(model, jnp.dtype(base))
 
 
-def _check_takes_nothing(build: Any) -> None:
-    """Raises ValueError for a model's function that needs arguments."""
-    try:
-        inspect.signature(build).bind()
-    except TypeError as error:
-        raise ValueError(
-            f"a plan builds a model by calling a function without arguments, which {build!r} does not allow ({error}): "
-            "give them in a function of your own, def build(): return Model(cfg, rngs=nnx.Rngs(0))"
-        ) from error
-
-
 def _from_config(cfg: Any) -> Any:
     family = next((f for f in weights.families() if type(cfg) is f.config), None)
     if family is None:
@@ -203,7 +196,9 @@ def by_name(thing: Any, what: str) -> Any:
     if not isinstance(thing, str):
         return thing
     try:
-        return _find(thing)
+        if ":" not in thing:
+            raise ValueError("no colon separates module and name")
+        return pkgutil.resolve_name(thing)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{what} must be named module:name, of a module that can be imported; got {thing!r}: {error}"
@@ -227,8 +222,6 @@ def _encode(value: Any) -> Any:
         return {"tuple": [_encode(item) for item in value]}
     if isinstance(value, Mapping):
         return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
-    if isinstance(value, functools.partial):
-        return {"partial": [_encode(value.func), _encode(value.args), _encode(value.keywords)]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {"new": _name(type(value)), "fields": fields}
@@ -238,8 +231,8 @@ def _encode(value: Any) -> Any:
 def _name(thing: Any) -> str:
     name = f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '?')}"
     try:
-        named = _find(name)
-    except (ImportError, AttributeError):
+        named = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
         named = None
     if named is not thing or name.startswith("__main__:"):
         raise ValueError(
@@ -249,14 +242,6 @@ def _name(thing: Any) -> str:
     return name
 
 
-def _find(name: str) -> Any:
-    module, _, path = name.partition(":")
-    value = importlib.import_module(module)
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
@@ -264,12 +249,9 @@ def _decode(value: Any) -> Any:
         return tuple(_decode(item) for item in value["tuple"])
     if "dict" in value:
         return {_decode(key): _decode(item) for key, item in value["dict"]}
-    if "partial" in value:
-        call, args, keywords = map(_decode, value["partial"])
-        return functools.partial(call, *args, **keywords)
     if "new" in value:
-        return _find(value["new"])(**{name: _decode(item) for name, item in value["fields"].items()})
-    return _find(value["name"])
+        return pkgutil.resolve_name(value["new"])(**{name: _decode(item) for name, item in value["fields"].items()})
+    return pkgutil.resolve_name(value["name"])
 
 
 # Prefixes of options that the compilers of other platforms do not know.
@@ -280,25 +262,14 @@ _FOREIGN = {"tpu": ("xla_gpu_",), "cuda": _TPU, "cpu": _TPU}
 def check_names(job: Job) -> None:
     """Raises ValueError for a remat policy, attention, loss or option that the target does not support."""
     nn.remat.remat_policy(job.remat)
-    _check_attention(job)
     job.train_step(optax.identity())
-    foreign = _FOREIGN[parse_target(job.target).platform]
-    if wrong := sorted(name for name in job.options if name.startswith(foreign)):
+    platform = parse_target(job.target).platform
+    where = platform.replace("cuda", "gpu")
+    known = [k.name for k in attention_implementations() if k.platforms is None or where in k.platforms]
+    if job.attention is not None and job.attention not in known:
+        raise ValueError(f"attention on {job.target} must be one of {', '.join(known)}; got {job.attention!r}")
+    if wrong := sorted(name for name in job.options if name.startswith(_FOREIGN[platform])):
         raise ValueError(
             f"the compiler for {job.target} has no option {wrong[0]}, which is another platform's: leave it out, or take --flags "
             "for this one (python -m maxlib.distributed.xla_flags shows them)"
-        )
-
-
-def _check_attention(job: Job) -> None:
-    known = {kernel.name: kernel.platforms for kernel in attention_implementations()}
-    if job.attention is None:
-        return
-    if job.attention not in known:
-        raise ValueError(f"attention must be one of {', '.join(known)}; got {job.attention!r}")
-    platform = parse_target(job.target).platform.replace("cuda", "gpu")
-    if platform not in (where := known[job.attention] or {platform}):
-        can = ", ".join(name for name, places in known.items() if places is None or platform in places)
-        raise ValueError(
-            f"--attention {job.attention} runs on {' and '.join(sorted(where))}, not on {job.target}; take one of {can}"
         )

@@ -13,14 +13,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
-from maxlib.hardware import CHIPS, Chip
+from maxlib.hardware import CHIPS
 from maxlib.observability import flops_by_dtype
 from maxlib.plan._job import Job, by_name, check_names
 from maxlib.plan._targets import (
     COMPILED_GPUS,
     INSTALL_GPU_COMPILER,
     INSTALL_TPU_COMPILER,
-    Target,
+    absent_devices,
     devices_of,
     has_gpu_compiler,
     has_tpu_compiler,
@@ -114,21 +114,31 @@ class Program:
     @functools.cached_property
     def forward_flops(self) -> float:
         """The FLOPs of one step's forward pass on all devices."""
-        row = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
-        loss = functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype))
-        return self.rows * observability.forward_flops(loss, self.model, row, jax.random.key(0))
+        return self.rows * observability.forward_flops(self._loss, self.model, self._row, jax.random.key(0))
 
     @property
     def model_flops(self) -> float:
-        """The model's FLOPs of one step on all devices: three times the forward pass, without frozen gradients."""
-        return 3 * self.forward_flops - self._frozen_flops()
+        """The model's FLOPs of one step on all devices, without gradients of what is frozen."""
+        if self.job.lora is None:
+            return 3 * self.forward_flops
+        trained = dict.fromkeys(self.state.trainable, True)
+        flags = nn.combine(trained, jax.tree.map(lambda _: False, self.state.rest))
+        return self.rows * observability.training_flops(self._loss, self.model, self._row, trained=flags)
+
+    @property
+    def _loss(self) -> Any:
+        return functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype))
+
+    @property
+    def _row(self) -> dict[str, Any]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.job.batch_shapes(1))
 
     @functools.cached_property
     def narrow_share(self) -> dict[str, float]:
         """The share of a step's FLOPs whose operands have eight bits on the target's devices, by "fp8" and "int8"."""
         if self.job.quantization is None:
             return {}
-        loss = functools.partial(self.job.loss_function, dtype=jnp.dtype(self.job.dtype), remat=self.job.remat)
+        loss = functools.partial(self._loss, remat=self.job.remat)
         batch, key = self.job.batch_shapes(1), jax.eval_shape(lambda: jax.random.key(0))
         # The trace needs the kind of device, because some kinds multiply narrow operands that others widen first.
         target = parse_target(self.job.target)
@@ -146,23 +156,6 @@ class Program:
             kind: sum(n for what, n in by_dtype.items() if what.count(name) == 2) for kind, name in _EIGHT_BITS.items()
         }
         return {kind: flops / sum(by_dtype.values()) for kind, flops in sums.items() if flops}
-
-    def _frozen_flops(self) -> float:
-        """Returns the FLOPs that gradients of the frozen matrices and the head would take."""
-        if self.job.lora is None:
-            return 0.0
-        multiply, top_k = (
-            nn.tree.summed_axes(self.plain),
-            max((moe.router.top_k for moe in moes(self.plain)), default=0),
-        )
-
-        # A token is multiplied by a whole matrix, or by the matrices of its experts.
-        def experts(matrix):
-            return matrix.shape[matrix.axes.index("expert")] if "expert" in matrix.axes else top_k or 1
-
-        frozen = [matrix for path, matrix in self.matrices.items() if path in multiply and not matrix.trained]
-        active = sum(math.prod(matrix.shape) * (top_k or 1) / experts(matrix) for matrix in frozen)
-        return 2.0 * self.rows * self.job.sequence * (active + math.prod(self.head))
 
 
 def moes(model: Any) -> list[nn.MoE]:
@@ -196,14 +189,12 @@ def make_program(job: Job) -> Program:
 def refused(job: Job) -> str | None:
     """Returns the reason why a job can only be estimated, or None."""
     target = parse_target(job.target)
-    if target.platform == "tpu" and not has_tpu_compiler():
-        return f"libtpu is not installed; install it: {INSTALL_TPU_COMPILER}"
-    return _refused_on_gpus(job, target.chip) if target.platform == "cuda" else None
-
-
-def _refused_on_gpus(job: Job, chip: Chip) -> str | None:
-    if chip not in [CHIPS[name] for name in COMPILED_GPUS]:
-        return f"XLA's compiler needs a description of a GPU that is not there, and has none of the {chip.kind}"
+    if target.platform == "tpu":
+        return None if has_tpu_compiler() else f"libtpu is not installed; install it: {INSTALL_TPU_COMPILER}"
+    if target.platform == "cpu":
+        return None
+    if target.chip not in [CHIPS[name] for name in COMPILED_GPUS]:
+        return f"XLA's compiler needs a description of a GPU that is not there, and has none of the {target.chip.kind}"
     if not has_gpu_compiler():
         return f"jax's plugin for CUDA is not installed; install it: {INSTALL_GPU_COMPILER}"
     if job.offloads:
@@ -211,39 +202,20 @@ def _refused_on_gpus(job: Job, chip: Chip) -> str | None:
     return None
 
 
-def _layout(job: Job) -> sharding.Layout:
-    """Returns the job's layout over the devices of its target, or over as many that cannot be described."""
-    target, strategy = parse_target(job.target), job.layout.strategy
+def mesh_of(job: Job) -> jax.sharding.Mesh:
+    """Returns the mesh of the target's devices, or of their places if nothing can be compiled for them."""
+    target = parse_target(job.target)
     if job.dcn and target.slices == 1 and target.platform == "tpu":
         raise ValueError(f"dcn={job.dcn} is for several slices, such as {target.name}x2; {target.name} is one")
-    if target.platform != "cuda" or not refused(job):
-        return _on_places(job, target)
-    inside, across = job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")
-    degrees = tuple(across[axis] * inside[axis] for axis in sharding.MESH_AXES)
-    mesh = AbstractMesh(degrees, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(degrees))
-    return sharding.Layout(mesh, strategy)
+    return job.layout.mesh.make(absent_devices(target) if refused(job) else devices_of(target))
 
 
-def mesh_of_places(job: Job) -> jax.sharding.Mesh:
-    """Returns the mesh of the target's devices, or of their places if its compiler is not installed."""
-    return job.layout.mesh.make(devices_of(parse_target(job.target)))
-
-
-def _on_places(job: Job, target: Target) -> sharding.Layout:
-    mesh = mesh_of_places(job)
-    if target.platform == "tpu" and job.offloads and refused(job):  # a place has no memory to send arrays to
+def _layout(job: Job) -> sharding.Layout:
+    """Returns the job's layout over the devices of its target, or over as many that cannot be described."""
+    mesh = mesh_of(job)
+    if refused(job):
         mesh = AbstractMesh(mesh.devices.shape, mesh.axis_names, axis_types=mesh.axis_types)
     return sharding.Layout(mesh, job.layout.strategy)
-
-
-def across_hosts(job: Job, target: Target) -> dict[str, int]:
-    """Returns the degrees of `dcn` on GPUs, as `sharding.make_mesh` fills them in; all 1 without `dcn`."""
-    return job.layout.mesh.sizes(target.devices, _hosts(job, target), "hosts")[1]
-
-
-def _hosts(job: Job, target: Target) -> int:
-    """Returns the hosts, or racks, of GPUs among which `dcn` divides; 1 without `dcn`."""
-    return math.ceil(target.devices / target.chip.group) if job.dcn else 1
 
 
 def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:

@@ -21,10 +21,8 @@ from maxlib.plan._roofline import Estimate
 from maxlib.plan._targets import Target
 from maxlib.sharding import preset_name
 
-EXCESS = 1.6  # times the model's FLOPs: full remat and a kernel that recomputes stay below
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The memory and time of a training step on a target; prints as a report. Sizes are bytes on one device.
 
@@ -54,7 +52,7 @@ class Plan:
     job: Job
     target: Target
     mesh: dict[str, int]
-    compiled: bool
+    compiled: bool = False
     num_parameters: int
     rows: int
     parameters: float
@@ -63,14 +61,14 @@ class Plan:
     host: float
     gradients: float
     temporaries: float
-    code: float | None
+    code: float | None = None
     peak: float
     analytic: Memory
     model_flops: float
     costs: Costs | None
     estimate: Estimate | None
-    lower_seconds: float
-    compile_seconds: float
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -151,33 +149,17 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-_FILL = "A larger batch per chip or a lighter remat would use the rest, and raise MFU; plan.search compares."
-
-
 def verdict(plan: Plan) -> str:
     """Returns a sentence about whether the plan fits, and if not, by how much and what would help."""
-    spare = plan.target.chip.memory - plan.peak
+    capacity = plan.target.chip.memory
+    spare = capacity - plan.peak
     if plan.fits:
-        fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / plan.target.chip.memory:.0f}% used)"
-        return fits + (f". {_FILL}" if spare > plan.peak else "")
-    return f"does not fit: {-spare / GIB:.2f} GiB too much. {' '.join([*_remedies(plan), *_advice(plan)])}"
-
-
-def _remedies(plan: Plan) -> list[str]:
-    suggested = remedies(plan.job, plan.target.chip.memory, lambda job: estimate_memory(make_program(job)).total)
-    return [suggested] if suggested else []
-
-
-def _advice(plan: Plan) -> list[str]:
-    job, advice = plan.job, []
-    if plan.temporaries - plan.gradients > plan.peak / 3:
-        if job.remat != "full":
-            advice.append("remat='full' keeps only each layer's input.")
-        if job.per_device_batch_size > 1 or job.sequence > 2048:
-            advice.append("A smaller batch per chip, microbatches, or a tensor axis cuts activations.")
-    if plan.parameters + plan.optimizer > plan.peak / 3:
-        advice.append("More devices on fsdp (or tensor, expert) split parameters and optimizer further.")
-    return advice or ["Take more devices, a smaller batch, or another layout (plan.search)."]
+        fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / capacity:.0f}% used)"
+        fill = "A larger batch per chip or a lighter remat would use the rest, and raise MFU; plan.search compares."
+        return f"{fits}. {fill}" if spare > plan.peak else fits
+    changes = remedies(plan.job, capacity, lambda job: estimate_memory(make_program(job)).total)
+    more = "More devices on fsdp (or tensor, expert) split parameters and optimizer further."
+    return " ".join([f"does not fit: {-spare / GIB:.2f} GiB too much.", *([changes] if changes else []), more])
 
 
 def _work(plan: Plan) -> list[Any]:
@@ -186,7 +168,6 @@ def _work(plan: Plan) -> list[Any]:
         return [*lines, "the program's text could not be read: no collectives, no estimate", *_times(plan)]
     total, how = plan.costs.flops * plan.target.devices, "compiled" if plan.compiled else "estimated"
     lines.append(f"{how} FLOPs of a step: {total:.4g} ({total / plan.model_flops:.2f} times the model's)")
-    lines += _excess(plan)
     if plan.costs.unknown_loops:
         lines.append(
             f"{plan.costs.unknown_loops} loops depend on data: counted for a causal mask, experts with equal shares"
@@ -198,16 +179,6 @@ def _work(plan: Plan) -> list[Any]:
         *_estimate(plan.estimate, plan.target.platform),
         *_times(plan),
     ]
-
-
-def _excess(plan: Plan) -> list[str]:
-    """Returns a warning that lists the most expensive instructions if the program computes far more than the model."""
-    if (factor := plan.flops_factor) is None or factor <= EXCESS:
-        return []
-    total = plan.costs.flops if plan.costs else 1.0
-    shares = [f"  {flops / total:.0%} {escape(name)}" for name, flops in plan.costs.costliest] if plan.costs else []
-    why = f"WARNING: {factor:.2f} times the model's FLOPs are more than the {EXCESS} that recomputation explains. Costliest:"
-    return [why, *shares]
 
 
 def _host(costs: Costs) -> list[str]:

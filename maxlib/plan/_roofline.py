@@ -3,9 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from maxlib.hardware import Chip
@@ -132,44 +130,36 @@ def _narrow(kind: str, share: float, chip: Chip) -> str:
     )
 
 
-def _within_host(mesh: Any, number: int, group: int) -> int:
-    """Returns how many GPUs of the same host, or rack, a group over mesh axis `number` has."""
-    sizes = tuple(mesh.shape.values())
-    if isinstance(mesh, Mesh):
-        hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    else:  # the last axes are within a host
-        hosts = np.arange(math.prod(sizes)).reshape(sizes) // group
-    line = hosts.swapaxes(0, number).reshape(sizes[number], -1)[:, 0]
-    return sizes[number] // len(set(line.tolist()))
+def _gpu_speed(hosts: list[int], chip: Chip) -> float:
+    """Returns bytes per second of a group of GPUs: NVLink within a host, else the network.
 
-
-def _gpu_links(members: int, degree: int, chip: Chip) -> float:
-    """Returns bytes per second of a group of GPUs: NVLink within a host, else the network."""
-    # Each GPU has its own network card; a ring over several hosts uses the cards of all its members in a host.
+    Args:
+        hosts: The host, or rack, of each GPU.
+        chip: The kind of GPU.
+    """
     inside = chip.links or chip.host  # without NVLink, PCIe
-    return inside if members == degree else min(inside, members * chip.network)
+    if len(set(hosts)) == 1:
+        return inside
+    # Each GPU has its own network card; a ring over several hosts uses the cards of all its members in a host.
+    return min(inside, len(hosts) // len(set(hosts)) * chip.network)
 
 
-def link_speeds(mesh: Any, target: Target, across: Mapping[str, int] | None = None) -> dict[str, float]:
+def link_speeds(mesh: Mesh, target: Target) -> dict[str, float]:
     """Returns bytes per second of each mesh axis, over the torus of a TPU slice, NVLink, or the slower network.
 
     Args:
-        mesh: The mesh, perhaps an abstract one.
+        mesh: The mesh of devices or of their places.
         target: The hardware.
-        across: From mesh axis to the number of hosts that it spans, for abstract meshes of GPUs with `dcn`.
     """
-    names = mesh.axis_names
-    if across:
-        members = {axis: mesh.shape[axis] // across[axis] for axis in names}
-        return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
-    if target.platform != "tpu":
-        members = {axis: _within_host(mesh, number, target.chip.group) for number, axis in enumerate(names)}
-        return {axis: _gpu_links(members[axis], mesh.shape[axis], target.chip) for axis in names}
     speeds = {}
-    for number, axis in enumerate(names):
-        # The devices along one axis, at index 0 of the others; every torus dimension in which they differ adds links.
+    for number, axis in enumerate(mesh.axis_names):
+        # The devices along one axis, at index 0 of the others.
         line = mesh.devices.swapaxes(0, number).reshape(mesh.devices.shape[number], -1)[:, 0]
+        if target.platform != "tpu":
+            speeds[axis] = _gpu_speed([device.process_index for device in line], target.chip)
+            continue
         far = len({getattr(device, "slice_index", 0) for device in line}) > 1
+        # Every torus dimension in which they differ adds links.
         dims = sum(len(set(values)) > 1 for values in zip(*[device.coords for device in line], strict=True))
         speeds[axis] = target.chip.network if far else target.chip.links * max(1, dims)
     return speeds

@@ -71,15 +71,11 @@ class Search:
         table.add_column("")
         for plan in shown:
             table.add_row(*_row(plan))
-        tried = (
-            f"{len(self.plans)} layouts in {self.seconds:.0f} s, {sum(plan.compiled for plan in self.plans)} compiled"
-        )
-        rest = [plan for plan in self.plans if not any(plan is other for other in shown)]
-        large = sum(not plan.fits for plan in rest)
-        left = (
-            f"not shown: {large} that do not fit, {len(rest) - large} slower ones (`.plans` has all)\n" if rest else ""
-        )
-        return f"{tried}; {len(self.refused)} refused\n{to_text(table, width=118)}\n{left}{self._reasons()}"
+        compiled = sum(plan.compiled for plan in self.plans)
+        tried = f"{len(self.plans)} layouts in {self.seconds:.0f} s, {compiled} compiled; {len(self.refused)} refused"
+        left = len(self.plans) - len(shown)
+        more = f"not shown: {left} slower or larger ones (`.plans` has all)\n" if left else ""
+        return f"{tried}\n{to_text(table, width=118)}\n{more}{self._reasons()}"
 
     __repr__ = __str__
 

@@ -124,35 +124,34 @@ def _torus(name: str, chips: int, dims: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TPUDevice:
-    """The place of a TPU device in its slice, for estimates; nothing can be compiled for it.
+class AbsentDevice:
+    """The place of a device in its slice or host, for estimates; nothing can be compiled for it.
 
     The names are those of jax's devices.
 
     Args:
         id: Number of the device, by rows of the topology.
+        process_index: Number of its host, or of its rack of connected GPUs.
+        device_kind: JAX's name of the chip.
+        platform: "tpu" or "gpu".
         coords: Place of its chip in the torus, `(x, y, z)`.
         core_on_chip: Number of the device on its chip.
-        process_index: Number of its host.
         slice_index: Number of its slice.
-        device_kind: JAX's name of the chip.
-        platform: "tpu".
     """
 
     id: int
-    coords: tuple[int, int, int]
-    core_on_chip: int
     process_index: int
-    slice_index: int
     device_kind: str
-    platform: str = "tpu"
+    platform: str
+    coords: tuple[int, int, int] = (0, 0, 0)
+    core_on_chip: int = 0
+    slice_index: int = 0
 
 
 def devices_of(target: Target) -> list[Any]:
-    """Returns the devices of a described topology, or this machine's CPU devices.
+    """Returns the devices of a topology that a compiler describes, or this machine's CPU devices.
 
-    A process can describe several topologies of GPUs, but only one of TPUs. Without libtpu, those of a TPU are
-    `TPUDevice`s, which serve for estimates only.
+    A process can describe several topologies of GPUs, but only one of TPUs.
 
     Args:
         target: The hardware.
@@ -165,8 +164,6 @@ def devices_of(target: Target) -> list[Any]:
         return list(jax.devices("cpu"))
     if target.platform == "cuda":
         return _gpu_devices(target)
-    if not has_tpu_compiler():
-        return _tpu_places(target)
     from jax.experimental import topologies
 
     for key, value in WITHOUT_TPU.items():
@@ -179,6 +176,28 @@ def devices_of(target: Target) -> list[Any]:
         raise ValueError(f"{_no_topology(target)} (libtpu: {error})") from error
 
 
+def absent_devices(target: Target) -> list[AbsentDevice]:
+    """Returns the places of the devices of a target, in the order of a compiler's.
+
+    Raises:
+        ValueError: for a TPU topology that does not exist.
+    """
+    if target.platform == "cuda":
+        kind, group = target.chip.kind, target.chip.group
+        return [AbsentDevice(number, number // group, kind, "gpu") for number in range(target.devices)]
+    columns, rows, layers = (*_sides(str(target.topology).partition(":")[2]), 1)[:3]
+    if columns % 2 or rows % 2:
+        raise ValueError(_no_topology(target))
+    # Host by host, each of 2 x 2 chips.
+    cores, hosts = range(target.chip.devices), (range(layers), range(0, rows, 2), range(0, columns, 2))
+    places = []
+    for number, (part, (z, top, left)) in enumerate(itertools.product(range(target.slices), itertools.product(*hosts))):
+        for y, x, core in itertools.product((top, top + 1), (left, left + 1), cores):
+            index = (((part * layers + z) * rows + y) * columns + x) * len(cores) + core
+            places.append(AbsentDevice(index, number, target.chip.prefixes[0], "tpu", (x, y, z), core, part))
+    return places
+
+
 def _no_topology(target: Target) -> str:
     kind, _, sides = str(target.topology).partition(":")
     multiple = "x".join(
@@ -189,20 +208,6 @@ def _no_topology(target: Target) -> str:
 
 def _sides(text: str) -> list[int]:
     return [int(side) for side in text.split("x")]
-
-
-def _tpu_places(target: Target) -> list[TPUDevice]:
-    """Returns the devices of a topology in libtpu's order: host by host, each of 2 x 2 chips."""
-    columns, rows, layers = (*_sides(str(target.topology).partition(":")[2]), 1)[:3]
-    if columns % 2 or rows % 2:
-        raise ValueError(_no_topology(target))
-    cores, hosts = range(target.chip.devices), (range(layers), range(0, rows, 2), range(0, columns, 2))
-    places = []
-    for number, (part, (z, top, left)) in enumerate(itertools.product(range(target.slices), itertools.product(*hosts))):
-        for y, x, core in itertools.product((top, top + 1), (left, left + 1), cores):
-            index = (((part * layers + z) * rows + y) * columns + x) * len(cores) + core
-            places.append(TPUDevice(index, (x, y, z), core, number, part, target.chip.prefixes[0]))
-    return places
 
 
 def has_tpu_compiler() -> bool:

@@ -1,5 +1,7 @@
-"""The process that compiles one job: `python -m maxlib.plan._worker DUMP PARENT < job.json`, a JSON object per line of
-news. PARENT is the number of the process that started it.
+"""The process that compiles one job: `python -m maxlib.plan._worker FOLDER PARENT ENOUGH < job.json`.
+
+FOLDER is that of the compiler's files, to which it adds its own results. PARENT is the number of the process that
+started it. ENOUGH is a pattern: once a file has such a name, nothing more is needed; "" compiles to the end.
 
 Run by `maxlib.plan._run`; a process can describe one topology only.
 """
@@ -12,19 +14,22 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
+from maxlib._utils.files import write_atomically
 from maxlib.ops.trip_counts import attention_trips, grouped_matmul_trips
-from maxlib.plan._job import MARK, Job, from_json
+from maxlib.plan._job import Job, from_json
 from maxlib.plan._memory import estimate_memory
-from maxlib.plan._program import Program, bytes_on_device, bytes_on_host, make_program, mesh_of_places
+from maxlib.plan._program import Program, bytes_on_host, make_program, mesh_of
 from maxlib.plan._roofline import link_speeds
-from maxlib.plan._targets import Target, parse_target
+from maxlib.plan._targets import parse_target
 from maxlib.sharding import ExpertParallel
+
+RESULTS = "maxlib.json"  # the results of each finished stage
 
 
 def describe(job: Job) -> tuple[Program, dict[str, Any]]:
@@ -33,51 +38,41 @@ def describe(job: Job) -> tuple[Program, dict[str, Any]]:
     Args:
         job: The training step and its target.
     """
-    target = parse_target(job.target)
     program = make_program(job)
-    state = program.state
-    news = {
+    facts = {
         "mesh": dict(program.mesh.shape),
-        "links": link_speeds(_mesh_with_places(program, target), target),
+        "links": link_speeds(mesh_of(job), parse_target(job.target)),
         "rows": program.rows,
         "parameters": sum(math.prod(matrix.shape) for matrix in program.matrices.values()),
-        "bytes": {
-            "parameters": bytes_on_device((state.trainable, state.rest)),
-            "optimizer": bytes_on_device((state.opt_state, state.step, state.key)),
-            "batch": bytes_on_device(program.batch),
-            "host": bytes_on_host(state),
-        },
+        "host": bytes_on_host(program.state),
         "analytic": dataclasses.asdict(estimate_memory(program)),
         "model_flops": program.model_flops,
     }
-    return program, news
+    return program, facts
 
 
-def _mesh_with_places(program: Program, target: Target) -> Any:
-    abstract = isinstance(program.mesh, AbstractMesh) and target.platform == "tpu"
-    return mesh_of_places(program.job) if abstract else program.mesh
-
-
-def compile_job(job: Job, dump: Path, tell: Any) -> None:
+def compile_job(job: Job, folder: Path, tell: Callable[..., None]) -> None:
     """Compiles a job.
 
     Args:
         job: The training step and its target.
-        dump: Folder for the compiler's files, which include the optimized program.
+        folder: Folder for the compiler's files, which include the optimized program.
         tell: Called with the name of each finished stage and its results.
     """
-    program, news = describe(job)
-    tell("described", **news)
-    begin = time.perf_counter()
+    program, facts = describe(job)
+    tell("described", **facts)
+    begin = time.time()
     lowered = program.lower()
-    tell("lowered", seconds=time.perf_counter() - begin, trips=_trips(program, lowered.as_text()))
-    begin = time.perf_counter()
-    dumps = {} if parse_target(job.target).platform == "cpu" else {"xla_dump_to": str(dump)}
-    compiled = lowered.compile(compiler_options=_options(job) | dumps)
-    seconds = time.perf_counter() - begin
-    if not dumps:
-        (dump / "text").write_text(compiled.as_text() or "")
+    trips = _trips(program, lowered.as_text())
+    tell("lowered", seconds=time.time() - begin, at=time.time(), trips=trips)
+    begin = time.time()
+    on_cpu = parse_target(job.target).platform == "cpu"
+    compiled = lowered.compile(compiler_options=_options(job) | ({} if on_cpu else {"xla_dump_to": str(folder)}))
+    seconds = time.time() - begin
+    if on_cpu:
+        (folder / "text").write_text(compiled.as_text() or "")
     sizes: Any = compiled.memory_analysis()
+    host = sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
     tell(
         "compiled",
         seconds=seconds,
@@ -85,7 +80,7 @@ def compile_job(job: Job, dump: Path, tell: Any) -> None:
         temporaries=sizes.temp_size_in_bytes,
         code=sizes.generated_code_size_in_bytes,
         # The compiler adds up both memories.
-        peak=0 if (host := _host(sizes)) else getattr(sizes, "peak_memory_in_bytes", 0),
+        peak=0 if host else getattr(sizes, "peak_memory_in_bytes", 0),
         host=host,
     )
 
@@ -102,25 +97,25 @@ def _options(job: Job) -> dict[str, Any]:
     return absent | dict(job.options)
 
 
-def _host(sizes: Any) -> int:
-    return sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
-
-
-def end_with(parent: int) -> None:
-    """Ends this process as soon as the one that started it is gone; the compiler would run on for minutes."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+def _end_early(parent: int, folder: Path, enough: str) -> None:
+    """Ends this process when there is `enough`, or the one that started it is gone: it would run on for minutes."""
+    while os.getppid() == parent and not (enough and any(folder.glob(enough))):
+        time.sleep(0.2)
+    time.sleep(1)  # the last files of that moment
+    os._exit(0)
 
 
 def main() -> None:
-    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    folder, parent, enough = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    threading.Thread(target=_end_early, args=(parent, folder, enough), daemon=True).start()
+    stages: dict[str, dict[str, Any]] = {}
 
-    def tell(stage: str, **news: Any) -> None:
-        print(MARK + json.dumps({"stage": stage} | news), flush=True)
+    def tell(stage: str, **results: Any) -> None:
+        stages[stage] = results
+        write_atomically(folder / RESULTS, json.dumps(stages))
 
     try:
-        compile_job(from_json(sys.stdin.read()), Path(sys.argv[1]), tell)
+        compile_job(from_json(sys.stdin.read()), folder, tell)
     except Exception as error:
         tell("failed", kind=type(error).__name__, message=str(error), trace=traceback.format_exc())
 

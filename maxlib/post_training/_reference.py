@@ -1,7 +1,8 @@
 """Second models: a frozen reference or teacher beside the trained model, and losses that compare with a reference."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -44,6 +45,41 @@ def trained_and_frozen(model: Any, other: Callable[[Any], Any] | None) -> tuple[
     if other is not None:
         return model, other(model)
     return (model.trained, model.frozen) if isinstance(model, WithFrozen) else (model, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingReference:
+    """Callback of a `Trainer` that moves the frozen model of `WithFrozen` towards the trained one (arXiv:2404.09656).
+
+        callbacks = [(512, post_training.MovingReference(0.6))]  # of a Trainer
+
+    Args:
+        alpha: α in `reference = α policy + (1 - α) reference`.
+
+    Raises:
+        ValueError: when the model has no reference of its own architecture.
+    """
+
+    alpha: float = 0.6
+
+    def __call__(self, trainer: Any) -> None:
+        """Replaces the reference in the trainer's state."""
+        state, model = trainer.state, trainer.state.model
+        if not isinstance(model, WithFrozen) or jax.tree.structure(model.trained) != jax.tree.structure(model.frozen):
+            raise ValueError("a moving reference needs WithFrozen(model, reference) with two equal architectures")
+
+        def mixed(policy: Array, reference: Array) -> Array:
+            if not jnp.issubdtype(reference.dtype, jnp.inexact):
+                return reference
+            return (self.alpha * policy + (1 - self.alpha) * reference).astype(reference.dtype)
+
+        moved = WithFrozen(model.trained, jax.tree.map(mixed, model.trained, model.frozen))
+        rest = nn.partition(moved, functools.partial(_is_trained, state.trainable))[1]
+        trainer.state = dataclasses.replace(state, rest=rest)
+
+
+def _is_trained(trainable: Collection[str], path: str, variable: Any) -> bool:
+    return path in trainable
 
 
 def log_probs(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 Segments = Int[Array, "B T"] | None
+MAX_LOG_RATIO = 40.0  # e^40 = 2e17, whose square is finite in float32 and bfloat16
 
 
 def segment_sums(values: Float[Array, "B T"], segment_ids: Segments) -> Float[Array, "B S"]:

@@ -1,7 +1,7 @@
 """Advantages from rewards, on the host: N prompts, G completions of each, K rewards; NaN for missing rewards."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,12 +14,13 @@ Rewards = Any  # an array or nested lists
 Advantages = Float[np.ndarray, "N G"]
 
 
-def group_advantages(rewards: Rewards, *, scale: Literal["group", "batch"] | None = "group") -> Advantages:
+def group_advantages(rewards: Rewards, *, scale: Literal["group", "batch", "mean"] | None = "group") -> Advantages:
     """Computes each completion's advantage over the mean of its group (GRPO, arXiv:2402.03300).
 
     Args:
         rewards: One reward per completion, `N G`, NaN where there is none.
-        scale: Standard deviation (with `n - 1`) by which to divide: "group", "batch", or None for no scaling (Dr. GRPO,
+        scale: What to divide by: the standard deviation (with `n - 1`) of the "group" or the "batch", the "mean" of the
+            group (MaxRL, arXiv:2602.02710, for rewards of at least 0), or None for no scaling (Dr. GRPO,
             arXiv:2503.20783).
 
     Returns:
@@ -28,11 +29,16 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "batch"] | Non
     Raises:
         ValueError: when groups have a single completion, which is its own mean.
     """
-    check_choice("scale", scale, ("group", "batch", None))
+    check_choice("scale", scale, ("group", "batch", "mean", None))
     rewards = _checked(rewards)
-    deviation = rewards - _moments(rewards)[0]
-    if scale is not None:
-        deviation /= _moments(rewards if scale == "group" else rewards.reshape(1, -1))[1] + EPSILON
+    mean, std = _moments(rewards)
+    deviation = rewards - mean
+    if scale == "mean":
+        if (mean < 0).any():
+            raise ValueError('scale="mean" needs rewards of at least 0, such as 0 and 1')
+        deviation /= mean + EPSILON
+    elif scale is not None:
+        deviation /= (std if scale == "group" else _moments(rewards.reshape(1, -1))[1]) + EPSILON
     return _finished(deviation, rewards)
 
 
@@ -162,3 +168,36 @@ def _normalized(rewards: np.ndarray, *, over_batch: bool = False) -> np.ndarray:
     """Subtracts the mean of each group, or of the batch, and divides by the standard deviation."""
     mean, std = _moments(rewards.reshape(1, -1) if over_batch else rewards)
     return (rewards - mean) / (std + EPSILON)
+
+
+class AdaptiveEntropy:
+    """Adapts the factor of the entropy bonus so that the entropy stays above a target (Skywork-OR1, arXiv:2505.22312).
+
+    The factor grows by `delta` for a batch whose entropy is at most the target, and otherwise shrinks and is not used.
+    The entropy is estimated without bias: the mean of the sampled tokens' negative log-probabilities.
+
+        entropy = post_training.AdaptiveEntropy(target=0.2)
+        scores = [[-0.2, -0.1]]
+        batch = post_training.completion_batch([[1]], [[2, 3]], [1.0], length=4, sampler_log_probs=scores)
+        batch |= {"entropy_factor": entropy(batch)}
+
+    Args:
+        factor: The first factor.
+        target: Entropy in nats.
+        delta: Change of the factor.
+        low: Smallest factor.
+        high: Largest factor.
+    """
+
+    def __init__(
+        self, factor: float = 0.0, *, target: float = 0.2, delta: float = 0.005, low: float = 0.0, high: float = 1.0
+    ):
+        self.factor, self.target, self.delta, self.low, self.high = factor, target, delta, low, high
+
+    def __call__(self, batch: Mapping[str, Any]) -> Float[np.ndarray, " B"]:
+        """Returns the factor for each row of a batch with `targets` and `sampler_log_probs`."""
+        learned = np.asarray(batch["targets"]) >= 0
+        is_low = -np.mean(batch["sampler_log_probs"], where=learned) <= self.target
+        changed = self.factor + (self.delta if is_low else -self.delta)
+        self.factor = min(max(changed, self.low), self.high)
+        return np.full(len(learned), self.factor if is_low else 0.0, np.float32)

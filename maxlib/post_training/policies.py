@@ -6,7 +6,7 @@ policy to the one that sampled, m the mask of completion tokens.
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Literal, NamedTuple, Union, cast, get_args
 
 import jax
@@ -18,7 +18,7 @@ from maxlib import ops
 from maxlib._utils.arguments import check_choice
 from maxlib.inference import Sampler
 from maxlib.post_training._reference import ReferencedLoss, missing_reference
-from maxlib.post_training._segments import Segments, is_filled, segment_sums, spread, token_counts
+from maxlib.post_training._segments import MAX_LOG_RATIO, Segments, is_filled, segment_sums, spread, token_counts
 from maxlib.training.losses import Batch, Stats, score
 
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
@@ -26,15 +26,17 @@ Mean = Union[Literal["sequence", "token"], "FixedLengthMean"]
 Tokens = Float[Array, "B T"]
 Mask = Bool[Array, "B T"]
 stop = jax.lax.stop_gradient
-MAX_LOG_RATIO = 40.0  # e^40 = 2e17, whose square is finite in float32 and bfloat16
 
 
 class Surrogate(NamedTuple):
-    """Result of `Clip` and `TruncatedWeight`: each token's loss, and if its ratio was clipped from below or above."""
+    """Result of `Clip` and its like: each token's loss, and if its ratio was clipped from below or above."""
 
     loss: Tokens
     low: Mask
     high: Mask
+
+
+TokenSurrogate = Callable[[Tokens, Tokens, Tokens], Surrogate]  # of ρ, A and ℓ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,71 @@ class TruncatedWeight:
         """Computes the loss of each token."""
         loss = -stop(jnp.minimum(ratio, self.limit)) * advantages * log_prob
         return Surrogate(loss, jnp.zeros_like(ratio, bool), (ratio > self.limit) & (advantages > 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftGate:
+    """-4/τ σ(τ (ρ - 1)) A (SAPO, arXiv:2511.20347): the gradient of a token fades as ρ leaves 1, and never ends.
+
+    Args:
+        positive: τ of tokens with an advantage above 0.
+        negative: τ of all others.
+    """
+
+    positive: float = 1.0
+    negative: float = 1.05
+
+    def __call__(self, ratio: Tokens, advantages: Tokens, log_prob: Tokens) -> Surrogate:
+        """Computes the loss of each token."""
+        tau = jnp.where(advantages > 0, self.positive, self.negative)
+        nowhere = jnp.zeros_like(ratio, bool)
+        return Surrogate(-4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantages, nowhere, nowhere)
+
+
+@dataclasses.dataclass(frozen=True)
+class GammaWeight:
+    """-sg(φ(ρ)) A ℓ with φ(ρ) = ρ^k e^(λ (1 - ρ)) (VESPO, arXiv:2602.10693): a weight that falls on both sides of 1.
+
+    Args:
+        positive: k and λ of tokens with an advantage of at least 0.
+        negative: k and λ of all others.
+    """
+
+    positive: tuple[float, float] = (2.0, 3.0)
+    negative: tuple[float, float] = (3.0, 2.0)
+
+    def __call__(self, ratio: Tokens, advantages: Tokens, log_prob: Tokens) -> Surrogate:
+        """Computes the loss of each token."""
+        k, scale = (jnp.where(advantages >= 0, *both) for both in zip(self.positive, self.negative, strict=True))
+        ratio = stop(jnp.clip(ratio, 1e-8, math.exp(20)))
+        weight = jnp.exp(k * jnp.log(ratio) + scale * (1 - ratio))
+        nowhere = jnp.zeros_like(ratio, bool)
+        return Surrogate(-weight * advantages * log_prob, nowhere, nowhere)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbabilityClip:
+    """-ρ A + c log²ρ, the first term without tokens whose probability moved far with A (DPPO, arXiv:2602.04879).
+
+    p - p/ρ is how far a token's probability moved from the sampler's, so it takes ρ of tokens.
+
+    Args:
+        low: Largest fall of the probability of a token with A < 0.
+        high: Largest rise of the probability of a token with A > 0.
+        penalty: c, the factor of the squared log ratio.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    penalty: float = 1e-3
+
+    def __call__(self, ratio: Tokens, advantages: Tokens, log_prob: Tokens) -> Surrogate:
+        """Computes the loss of each token."""
+        ratio = jnp.maximum(ratio, math.exp(-MAX_LOG_RATIO))
+        moved = jnp.exp(log_prob) * (1 - 1 / ratio)
+        low, high = (moved < -self.low) & (advantages < 0), (moved > self.high) & (advantages > 0)
+        loss = jnp.where(low | high, 0, -ratio * advantages) + self.penalty * jnp.log(ratio) ** 2
+        return Surrogate(loss, low, high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,20 +211,25 @@ def _ratio(log_ratio: Tokens) -> Tokens:
 class RolloutCorrection:
     """Importance weights for tokens of a sampler whose probabilities differ from the trainer's, such as another engine.
 
+    `RolloutCorrection("token", 0.5, 5.0, "zero")` is IcePop's mask.
+
     Args:
-        by: Ratio of each "token", or of the whole "sequence" (the product over its tokens).
+        by: Ratio of each "token", of the whole "sequence" (the product over its tokens), or None for weights of 1.
         low: Smallest ratio, None for none.
         high: Largest ratio, None for none.
         outside: "clip" (TIS, truncated importance sampling) or "zero" (MIS, masked).
+        keep: Sequences whose geometric mean of token ratios is outside of this range get the weight 0, as in verl's
+            rejection sampling, which takes `(0.999, 1.001)`; None keeps all.
     """
 
-    by: Literal["token", "sequence"] = "token"
+    by: Literal["token", "sequence"] | None = "token"
     low: float | None = None
     high: float | None = 2.0
     outside: Literal["clip", "zero"] = "clip"
+    keep: tuple[float, float] | None = None
 
     def __post_init__(self):
-        check_choice("by", self.by, ("token", "sequence"))
+        check_choice("by", self.by, ("token", "sequence", None))
         check_choice("outside", self.outside, ("clip", "zero"))
 
     def __call__(self, trained: Tokens, sampler: Tokens, mask: Mask, segment_ids: Segments) -> Tokens:
@@ -169,14 +241,18 @@ class RolloutCorrection:
             mask: True for tokens of completions.
             segment_ids: Sequences of packed rows, or None.
         """
-        ratio = stop(jnp.nan_to_num(jnp.where(mask, trained - sampler, 0), nan=0.0))
-        if self.by == "sequence":
-            ratio = spread(segment_sums(ratio, segment_ids), segment_ids, mask.shape[1])
-        ratio = _ratio(ratio)
+        log_ratio = stop(jnp.nan_to_num(jnp.where(mask, trained - sampler, 0), nan=0.0))
+        total = spread(segment_sums(log_ratio, segment_ids), segment_ids, mask.shape[1])
+        ratio = {"token": _ratio(log_ratio), "sequence": _ratio(total), None: jnp.ones_like(total)}[self.by]
         low, high = 0.0 if self.low is None else self.low, math.inf if self.high is None else self.high
         if self.outside == "clip":
-            return jnp.clip(ratio, low, high)
-        return jnp.where((ratio < low) | (ratio > high), 0, ratio)
+            weight = jnp.clip(ratio, low, high)
+        else:
+            weight = jnp.where((ratio < low) | (ratio > high), 0, ratio)
+        if self.keep is None:
+            return weight
+        mean = _ratio(total / jnp.maximum(spread(token_counts(mask, segment_ids), segment_ids, mask.shape[1]), 1))
+        return jnp.where((mean < self.keep[0]) | (mean > self.keep[1]), 0, weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,28 +301,38 @@ class PolicyLoss(ReferencedLoss):
 
     All terms and metrics are weighted by `mean`, so results do not depend on microbatches, devices and packing.
     Metrics: `entropy`, `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` if
-    they exist. The value of the loss itself is not informative: for an on-policy step it is 0.
+    they exist; with `sampler_log_probs` how far these are from the policy's, by another engine or older weights:
+    `sampler_gap`, the mean absolute difference, and `sampler_kl`, an estimate of the divergence. The value of the loss
+    itself is not informative: for an on-policy step it is 0.
 
     A step raises ValueError when the batch lacks inputs of an option, or its `sampler` has another temperature, or
     filters; and for advantages of shape `B` if a row has several completions, which inside `jit` makes the loss NaN.
 
     Args:
-        surrogate: `Clip` or `TruncatedWeight`.
+        surrogate: The loss of a token as a function of ρ, A and ℓ, such as `Clip`.
         ratio: Unit of ρ: "token", "sequence", "sequence_token" or "sequence_sum" (`policy_ratio`).
         mean: Average over token losses (`mean_weights`).
         kl_term: Divergence from the reference as a part of the loss.
-        entropy: Factor of the entropy bonus.
+        entropy: Factor of the entropy bonus; `entropy_factor` in the batch (`AdaptiveEntropy`) replaces it.
         correction: Importance weights for a sampler with different probabilities.
+        top_entropy: Share of tokens, those with the highest entropies of the (micro)batch, that the surrogate and the
+            entropy bonus learn from (arXiv:2506.01939).
+        off_policy_limit: Sequences whose mean of `log p_sampler - ℓ` exceeds this do not learn from tokens with A < 0
+            (DeepSeek-V3.2, arXiv:2512.02556); it compares with `sampler_log_probs`, or else `old_log_probs`. None keeps
+            all.
     """
 
-    surrogate: Clip | TruncatedWeight = Clip()
+    surrogate: TokenSurrogate = Clip()
     ratio: Ratio = "token"
     mean: Mean = "sequence"
     kl_term: KL | None = None
     entropy: float = 0.0
     correction: RolloutCorrection | None = None
+    top_entropy: float = 1.0
+    off_policy_limit: float | None = None
     reads: ClassVar[Collection[str]] = (
         "advantages",
+        "entropy_factor",
         "old_log_probs",
         "reference_log_probs",
         "sampler",
@@ -308,6 +394,17 @@ class PolicyLoss(ReferencedLoss):
         losses, low, high = self.surrogate(rho, advantages, log_prob)
         metrics = {"ratio": rho, "entropy": entropy}
         metrics |= {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
+        if self.off_policy_limit is not None:
+            sampler = batch.get("sampler_log_probs", batch.get("old_log_probs", log_prob))
+            drift = _mean_drift(log_prob, sampler, mask, segment_ids)
+            losses = jnp.where((advantages >= 0) | (drift <= self.off_policy_limit), losses, 0)
+        is_uncertain = mask
+        if self.top_entropy < 1:
+            is_uncertain = entropy >= jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1 - self.top_entropy)
+            losses = jnp.where(is_uncertain, losses, 0)
+        if "sampler_log_probs" in batch:
+            gap = jnp.nan_to_num(jnp.where(mask, stop(log_prob) - batch["sampler_log_probs"], 0), nan=0.0)
+            metrics |= {"sampler_gap": jnp.abs(gap), "sampler_kl": _ratio(gap) - gap - 1}
         if self.correction is not None:
             trained = batch.get("old_log_probs", stop(log_prob))
             weight = self.correction(trained, batch["sampler_log_probs"], mask, segment_ids)
@@ -316,7 +413,15 @@ class PolicyLoss(ReferencedLoss):
             reference = jnp.where(mask, batch["reference_log_probs"], 0)
             divergence = self.kl_term(log_prob, reference, rho)
             losses, metrics = losses + self.kl_term.beta * divergence, metrics | {"kl": divergence}
-        return losses - self.entropy * entropy, metrics
+        factor = batch["entropy_factor"][:, None] if "entropy_factor" in batch else self.entropy
+        return losses - factor * jnp.where(is_uncertain, entropy, 0), metrics
+
+
+def _mean_drift(log_prob: Tokens, sampler: Tokens, mask: Mask, segment_ids: Segments) -> Tokens:
+    """Computes the mean of `log p_sampler - ℓ` over each sequence, at its tokens; NaN counts as 0."""
+    difference = stop(jnp.nan_to_num(jnp.where(mask, sampler - log_prob, 0), nan=0.0))
+    total = segment_sums(difference, segment_ids) / jnp.maximum(token_counts(mask, segment_ids), 1)
+    return spread(total, segment_ids, mask.shape[1])
 
 
 def _by_token(advantages: Array, mask: Array, segment_ids: Array | None) -> Array:
@@ -351,7 +456,7 @@ class GRPO(PolicyLoss):
 class DAPO(PolicyLoss):
     """DAPO (arXiv:2503.14476): a higher upper clip, and an average over all tokens of the batch."""
 
-    surrogate: Clip | TruncatedWeight = Clip(0.2, 0.28)
+    surrogate: TokenSurrogate = Clip(0.2, 0.28)
     mean: Mean = "token"
 
 
@@ -359,7 +464,7 @@ class DAPO(PolicyLoss):
 class GSPO(PolicyLoss):
     """GSPO (arXiv:2507.18071): one ratio for each sequence."""
 
-    surrogate: Clip | TruncatedWeight = Clip(3e-4, 4e-4)
+    surrogate: TokenSurrogate = Clip(3e-4, 4e-4)
     ratio: Ratio = "sequence"
 
 
@@ -367,7 +472,7 @@ class GSPO(PolicyLoss):
 class CISPO(PolicyLoss):
     """CISPO (arXiv:2506.13585): limits the weight of a token, not its gradient."""
 
-    surrogate: Clip | TruncatedWeight = TruncatedWeight(5.0)
+    surrogate: TokenSurrogate = TruncatedWeight(5.0)
     mean: Mean = "token"
 
 
@@ -376,3 +481,47 @@ class RLOO(PolicyLoss):
     """RLOO (arXiv:2402.14740), with the advantages of `leave_one_out`."""
 
     ratio: Ratio = "sequence_sum"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SAPO(PolicyLoss):
+    """SAPO (arXiv:2511.20347): a soft gate instead of a clip."""
+
+    surrogate: TokenSurrogate = SoftGate()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VESPO(PolicyLoss):
+    """VESPO (arXiv:2602.10693): tokens weighted by a smooth function of the whole sequence's ratio.
+
+    That ratio takes samples of other weights or engines: give their log-probabilities as `old_log_probs` instead of a
+    correction.
+    """
+
+    surrogate: TokenSurrogate = GammaWeight()
+    ratio: Ratio = "sequence_sum"
+    mean: Mean = "token"
+
+    def __post_init__(self):
+        if self.correction is not None:
+            raise ValueError(
+                "VESPO's weight is a correction: put the sampler's log-probabilities into batch['old_log_probs'] and "
+                "omit correction="
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LUSPO(PolicyLoss):
+    """LUSPO (arXiv:2602.05261): GSPO with the loss of each sequence times its length."""
+
+    surrogate: TokenSurrogate = Clip(2e-3, 2.5e-3)
+    ratio: Ratio = "sequence"
+    mean: Mean = FixedLengthMean(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPPO(PolicyLoss):
+    """DPPO (arXiv:2602.04879): leaves out tokens whose probability moved far, instead of those whose ratio did."""
+
+    surrogate: TokenSurrogate = ProbabilityClip()
+    mean: Mean = "token"

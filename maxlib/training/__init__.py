@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from maxlib.training._step import make_train_step as make_train_step
     from maxlib.training._trainer import DivergedError as DivergedError
     from maxlib.training._trainer import Trainer as Trainer
+    from maxlib.training.diloco import DiLoCo as DiLoCo
     from maxlib.training.losses import DFT as DFT
     from maxlib.training.losses import MTP as MTP
     from maxlib.training.losses import Loss as Loss

@@ -11,7 +11,7 @@ import numpy as np
 from maxlib import nn, ops
 from maxlib._utils.arguments import check_array
 
-INPUTS = ("positions", "segment_ids", "valid", "images", "audio")
+INPUTS = ("positions", "segment_ids", "valid", "images", "audio", "source")
 # Other libraries' names for the inputs.
 _ELSEWHERE = {
     "tokens": ("input_ids", "token_ids", "inputs"),
@@ -113,7 +113,8 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
         arrays = {name: np.asarray(inner[name]) for name in read if inner.get(name) is not None}
         _check_padding(arrays)
         if isinstance(model, nn.MultimodalModel) and "tokens" in arrays:
-            model.check_inputs(arrays["tokens"], images=inner.get("images"), audio=inner.get("audio"))
+            source = {"source": inner["source"]} if "source" in inner else {}
+            model.check_inputs(arrays["tokens"], images=inner.get("images"), audio=inner.get("audio"), **source)
         _check_positions(arrays, getattr(model, "max_length", None))
         warn_of_copies(arrays)
 

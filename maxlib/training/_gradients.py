@@ -1,6 +1,7 @@
 """The gradient of a loss by autodiff: of a batch at once, or of one microbatch after the other."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -15,7 +16,12 @@ Params = dict[str, Any]
 
 
 def bind_options(
-    loss: LossFunction, *, dtype: Any = None, remat: nn.remat.Policy = None, neftune_alpha: float | None = None
+    loss: LossFunction,
+    *,
+    dtype: Any = None,
+    remat: nn.remat.Policy = None,
+    neftune_alpha: float | None = None,
+    dropout: Mapping[str, float] | None = None,
 ) -> LossFunction:
     """Returns `loss(model, batch, key)` with the options of a step, as `make_train_step` has them.
 
@@ -35,14 +41,17 @@ def bind_options(
             f"take ({error}): leave out what it does not take, or derive it from training.Loss"
         ) from error
 
-    if not options and not neftune_alpha:
+    if not options and not neftune_alpha and not dropout:
         return loss
 
     def bound(model: Any, batch: Batch, key: Array | None = None) -> tuple[Array, Stats]:
-        if neftune_alpha:
+        if neftune_alpha or dropout:
             if key is None:
-                raise ValueError("NEFTune's noise needs a key: call the loss with one, loss(model, batch, key)")
-            model = with_embedding_noise(model, key, neftune_alpha)
+                raise ValueError(
+                    "NEFTune's noise and dropout need a key: call the loss with one, loss(model, batch, key)"
+                )
+            model = nn.with_dropout(model, dropout, jax.random.fold_in(key, 1)) if dropout else model
+            model = with_embedding_noise(model, key, neftune_alpha) if neftune_alpha else model
         return loss(model, batch, key, **options)
 
     return bound

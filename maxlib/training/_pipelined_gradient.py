@@ -177,8 +177,8 @@ def _activations(x: Any) -> Float[Array, "B T D"]:
 
 
 def _without_inputs(batch: Batch) -> Batch:
-    """Returns what microbatches get: images and sound are used up before them, but a loss sees that there were some."""
-    return batch | {name: None for name in ("images", "audio") if name in batch}
+    """Returns what microbatches get: images, sound and sources are used up before, but a loss sees that they were."""
+    return batch | {name: None for name in ("images", "audio", "source") if name in batch}
 
 
 def _targets_by_row(from_hidden: Callable, model: Any, x: Array, batch: Batch) -> Float[Array, " B"]:

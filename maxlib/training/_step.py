@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -37,6 +37,7 @@ def make_train_step(
     remat: nn.remat.Policy = None,
     microbatches: int = 1,
     neftune_alpha: float | None = None,
+    dropout: Mapping[str, float] | None = None,
     log_schedule: optax.Schedule | None = None,
     router_bias_update_rate: float = 1e-3,
 ) -> Step:
@@ -63,6 +64,8 @@ def make_train_step(
         neftune_alpha: Size of noise that is added to token vectors (NEFTune, arXiv:2310.05914): uniform in
             ±alpha / √(L D), L the number of real tokens of the document; 5 is usual, None for no noise. The model needs
             `embed_inputs` and `embed_tokens`, like `nn.Decoder`.
+        dropout: Probability of a zero by name of an intermediate value, such as `{"attn": 0.1, "mlp": 0.1}`; see
+            `nn.with_dropout`. None drops nothing. Pipelines do not support it.
         log_schedule: Schedule to log as `learning_rate`. It does not change the rate: pass the same schedule to the
             optimizer.
         router_bias_update_rate: Step size of the expert biases of trained routers (arXiv:2408.15664), for models that
@@ -74,7 +77,9 @@ def make_train_step(
             for a batch whose rows (of a microbatch) or sequence the layout does not divide; or for a name in `remat`
             that no layer marks.
     """
-    gradient_of = make_gradient(loss, dtype=dtype, remat=remat, microbatches=microbatches, neftune_alpha=neftune_alpha)
+    gradient_of = make_gradient(
+        loss, dtype=dtype, remat=remat, microbatches=microbatches, neftune_alpha=neftune_alpha, dropout=dropout
+    )
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -110,17 +115,20 @@ def make_gradient(
     remat: nn.remat.Policy = None,
     microbatches: int = 1,
     neftune_alpha: float | None = None,
+    dropout: Mapping[str, float] | None = None,
 ) -> Callable[..., tuple[dict[str, Any], Array, Stats]]:
     """Makes `gradient(trainable, rest, batch, key)`, the gradient of the mean loss, the mean loss, and `Stats`.
 
     The schedule of the active layout's pipeline decides how it is computed. Arguments are those of `make_train_step`.
     """
-    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha, dropout=dropout)
     if microbatches < 1:
         raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
 
     def gradient_of(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array) -> Any:
         layout = sharding.current()
+        if dropout and layout is not None and layout.pipeline is not None:
+            raise ValueError("dropout is not supported in a pipeline: use a layout without one, or no dropout")
         if layout is None or layout.pipeline is None or layout.pipeline.schedule == "gpipe":
             return gradient(bound, trainable, rest, batch, key, microbatches=microbatches)
         if microbatches > 1:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
 from maxlib.training._state import is_builder, make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
+from maxlib.training.diloco import DiLoCo
 from maxlib.training.losses import Batch, LossFunction, NextToken
 
 MOST_EMPTY = 10  # batches in a row without a target
@@ -66,9 +67,11 @@ class Trainer:
         remat: What layers keep for the backward pass; None keeps everything.
         microbatches: Number of parts of a batch whose gradients are computed one after the other.
         neftune_alpha: Size of the noise of token vectors in training; None for no noise.
+        dropout: Probability of a zero by name of an intermediate value (`nn.with_dropout`); None drops nothing.
         log_schedule: Schedule to log as `learning_rate`; the optimizer needs the same schedule.
         router_bias_update_rate: Step size of the expert biases of trained routers.
         layout: The mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
+        diloco: Lets replicas train alone and meet rarely; the model is then that of the last meeting.
         filter: Selects the trained parameters; None as in `make_state`.
         evaluation: Held-out data, and how often to compute the loss on it; always computed at the end.
         checkpointer: Saves by its own policy, and at the end.
@@ -104,9 +107,11 @@ class Trainer:
         remat: nn.remat.Policy = None,
         microbatches: int = 1,
         neftune_alpha: float | None = None,
+        dropout: Mapping[str, float] | None = None,
         log_schedule: optax.Schedule | None = None,
         router_bias_update_rate: float = 1e-3,
         layout: sharding.Layout | None = None,
+        diloco: DiLoCo | None = None,
         filter: nn.tree.Filter | None = None,
         evaluation: Evaluation | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
@@ -130,11 +135,12 @@ class Trainer:
             remat=remat,
             microbatches=microbatches,
             neftune_alpha=neftune_alpha,
+            dropout=dropout,
             log_schedule=log_schedule,
-            router_bias_update_rate=router_bias_update_rate,
+            router_bias_update_rate=router_bias_update_rate if diloco is None else 0.0,
         )
-        self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
-        self.train_step = jit_step(train_step)
+        self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha, dropout=dropout)
+        self.train_step = jit_step(train_step) if diloco is None else diloco.wrap(train_step)
         self._eval_step = jax.jit(make_eval_step(loss, dtype=dtype))
         follow_layout(loader, layout)
         if evaluation is not None:
@@ -155,7 +161,8 @@ class Trainer:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
             model = model if is_builder(model) else copy_model(model, layout)
-            self.state = jax.block_until_ready(make_state(model, optimizer, filter=filter, key=key))
+            state = make_state(model, optimizer, filter=filter, key=key)
+            self.state = jax.block_until_ready(state if diloco is None else diloco.init(state))
         self.step, self.batch, self._batch_before = 0, None, None
         self._meter = Meter()
         self._empty = 0  # consecutive steps without a target

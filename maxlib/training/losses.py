@@ -89,8 +89,8 @@ class Loss:
         Args:
             model: The model. Use only its `head_weight()`, `softcap`, `logits`, and modules outside of its layers.
             hidden: Its last hidden states, after the final norm.
-            batch: The batch, whose `tokens`, `positions`, `segment_ids`, `valid`, `images` and `audio` were the model's
-                inputs.
+            batch: The batch, whose `tokens`, `positions`, `segment_ids`, `valid`, `images`, `audio` and `source` were
+                the model's inputs.
         """
         raise NotImplementedError(f"{type(self).__name__} must define from_hidden(model, hidden, batch)")
 

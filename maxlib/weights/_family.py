@@ -261,7 +261,9 @@ def save_pretrained(
         ids = write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=chat_template, generation=generation
         )
-        write_json(part / "config.json", config | ids | {"dtype": stored.name, "torch_dtype": stored.name})
+        # An id that a family needs, and writes itself, is not overridden by an unknown one.
+        known = {name: value for name, value in ids.items() if value is not None or name not in config}
+        write_json(part / "config.json", config | known | {"dtype": stored.name, "torch_dtype": stored.name})
         if "eos_token_id" not in (generation or {}):
             add_end_of_turn(part)
         if model_card:

@@ -26,6 +26,19 @@ def layer_norm(hf_name: str, path: str) -> list[Weight]:
     return [Weight(f"{hf_name}.weight", f"{path}.scale"), Weight(f"{hf_name}.bias", f"{path}.bias")]
 
 
+def heads(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weight and the bias of a projection to heads, such as queries."""
+    return [
+        Weight(f"{hf_name}.weight", f"{path}.w", "(N H) D -> N H D"),
+        Weight(f"{hf_name}.bias", f"{path}.b", "(N H) -> N H"),
+    ]
+
+
+def heads_out(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weight and the bias of the projection of all heads together."""
+    return [Weight(f"{hf_name}.weight", f"{path}.w", "D (N H) -> D N H"), Weight(f"{hf_name}.bias", f"{path}.b")]
+
+
 # Norms before each branch.
 NORMS = (
     Weight("input_layernorm.weight", "attn_norm.scale"),

@@ -1,6 +1,6 @@
-"""Continuous batching against static batches and against transformers' own, in turn on the same machine.
+"""Continuous batching against static batches and against transformers' own.
 
-    python -m tests.benchmarks.continuous [--slots 8] [--rounds 3] [--check] [--json out.json]
+    python -m tests.benchmarks.continuous [--slots 8] [--rounds 3] [--check]
 
 A Llama with random weights in float32. Prompts and completions have lengths from 10 to 200, drawn once with a uniform
 logarithm, as most answers are short. A static batch has as many rows as there are slots and lasts until its longest row
@@ -8,20 +8,16 @@ ends. The figure is tokens that were asked for per second, of a whole call witho
 """
 
 import argparse
-import json
-import platform
 import statistics
-import tempfile
-import time
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
 
-import maxlib
 from maxlib.inference import Generator, LocalEngine
+from tests.benchmarks.timing import measure, ratio
+from tests.benchmarks.train_step import read
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=4096,
@@ -44,17 +40,11 @@ LEAST = {"static batches": 1.8, "transformers": 1.0}  # times their tokens per s
 def runs(args: argparse.Namespace) -> tuple[dict, int]:
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(CONFIG).eval()
-    with tempfile.TemporaryDirectory() as directory:
-        theirs.save_pretrained(directory)
-        model = maxlib.from_pretrained(directory)
-    rng = np.random.default_rng(0)
-    draw = lambda: np.exp(rng.uniform(*np.log(LENGTHS), args.prompts)).round().astype(int).tolist()
-    sizes, limits = draw(), draw()
+    model, rng = read(theirs), np.random.default_rng(0)
+    sizes, limits = np.exp(rng.uniform(*np.log(LENGTHS), (2, args.prompts))).round().astype(int).tolist()
     prompts = [rng.integers(1, CONFIG.vocab_size, n).tolist() for n in sizes]
-    static, engine = (
-        Generator(model, dtype=jnp.float32),
-        LocalEngine(model, slots=args.slots, capacity=512, dtype=jnp.float32),
-    )
+    static = Generator(model, dtype=jnp.float32)
+    engine = LocalEngine(model, slots=args.slots, capacity=512, dtype=jnp.float32)
     calls = {
         "static batches": lambda: in_batches(static, prompts, limits, args.slots),
         "transformers": lambda: in_their_batches(theirs, prompts, limits),
@@ -94,28 +84,17 @@ def main() -> None:
     for name, default in (("--prompts", 64), ("--slots", 8), ("--rounds", 3)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--check", action="store_true", help="fail below `LEAST`")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     calls, tokens = runs(args)
     texts = {name: call() for name, call in calls.items()}  # compiles
-    same = {
-        name: sum(a == b for a, b in zip(texts["static batches"], text, strict=True)) for name, text in texts.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(args.rounds):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - begin)
-    speeds = {name: tokens / statistics.median(times) for name, times in seconds.items()}
-    for name, speed in speeds.items():
-        print(f"{name}: {speed:.0f} tokens/s, {same[name]} of {args.prompts} texts as in static batches")
-    ratios = {name: [a / b for a, b in zip(seconds[name], seconds["continuous"], strict=True)] for name in LEAST}
-    for name, found in ratios.items():
-        print(f"continuous / {name}: {statistics.median(found):.2f} ({', '.join(f'{r:.2f}' for r in found)})")
-    if args.json:
-        args.json.write_text(json.dumps({"speeds": speeds, "seconds": seconds, "machine": platform.processor()}))
-    if args.check and any(statistics.median(ratios[name]) < least for name, least in LEAST.items()):
+    times = measure(calls, args.rounds)
+    for name, text in texts.items():
+        same = sum(a == b for a, b in zip(texts["static batches"], text, strict=True))
+        speed = tokens / statistics.median(times[name])
+        print(f"{name}: {speed:.0f} tokens/s, {same} of {args.prompts} texts as in static batches")
+    ratios = {name: ratio(times, name, "continuous") for name in LEAST}
+    print(*(f"continuous / {name}: {value:.2f}" for name, value in ratios.items()), sep="\n")
+    if args.check and any(ratios[name] < least for name, least in LEAST.items()):
         raise SystemExit(f"continuous batching must be faster: {LEAST} times")
 
 

@@ -1,7 +1,7 @@
 """A small Qwen3.5-like hybrid in float32: its training step against transformers + torch and against attention alone,
-decoding after short and long texts, and the memory of a state, in turn on the same machine.
+decoding after short and long texts, and the memory of a state.
 
-    python -m tests.benchmarks.hybrid [--rounds 5] [--tokens 2048] [--contexts 512 4096 32768] [--json out.json]
+    python -m tests.benchmarks.hybrid [--rounds 5] [--tokens 2048] [--contexts 512 4096 32768]
 
 Four layers 512 wide, three of gated DeltaNet and one of gated attention, random weights, the same in both libraries.
 `attention` has four attention layers, and an MLP as wide as makes the step's FLOPs those of the hybrid. Both decode as
@@ -11,11 +11,7 @@ once. transformers runs as it does without CUDA kernels, in torch.
 
 import argparse
 import dataclasses
-import json
-import platform
 import statistics
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +20,11 @@ import torch
 import transformers
 from flax import nnx
 
-import maxlib
 from maxlib import nn
 from maxlib.models import qwen3_5
 from maxlib.observability import training_flops
-from tests.benchmarks.train_step import loss_of, measure, torch_trainer, trainer
+from tests.benchmarks.timing import measure, ratio
+from tests.benchmarks.train_step import loss_of, read, torch_trainer, trainer
 
 CONFIG = transformers.Qwen3_5TextConfig(
     vocab_size=4096,
@@ -46,14 +42,6 @@ CONFIG = transformers.Qwen3_5TextConfig(
     attn_implementation="sdpa",
 )
 LEAST = {"transformers": 2.0, "attention": 0.8, "decode": 1.0}  # times the other's speed
-
-
-def pair() -> tuple[transformers.PreTrainedModel, qwen3_5.Qwen35]:
-    torch.manual_seed(0)
-    theirs = transformers.Qwen3_5ForCausalLM(CONFIG)
-    with tempfile.TemporaryDirectory() as directory:
-        theirs.save_pretrained(directory)
-        return theirs, maxlib.from_pretrained(directory)
 
 
 def of_attention(hybrid: qwen3_5.Qwen35, tokens) -> qwen3_5.Qwen35:
@@ -122,52 +110,41 @@ def weight_bytes(model) -> int:
     return sum(a.nbytes for a in jax.tree.leaves(model)) - model.embed.w[...].nbytes
 
 
-def ratio(times: dict[str, list[float]], other: str) -> float:
-    return statistics.median(t / m for m, t in zip(times["hybrid"], times[other], strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 32_768])
     parser.add_argument("--check", action="store_true", help="fail below `LEAST`")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    theirs, hybrid = pair()
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5ForCausalLM(CONFIG)
+    hybrid = read(theirs)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, args.tokens + 1)), jnp.int32)
     attention = of_attention(hybrid, tokens)
-    read = {name: weight_bytes(model) for name, model in (("hybrid", hybrid), ("attention", attention))}
-    decoders = {
-        (name, n): decoder(m, n) for n in args.contexts for name, m in (("hybrid", hybrid), ("attention", attention))
-    }
-    steps = {
-        "hybrid": trainer(hybrid, tokens),
-        "transformers": torch_trainer(theirs, tokens),
-        "attention": trainer(attention, tokens),
-    }
-    times = measure(steps, args.rounds)
-    found = {name: ratio(times, name) for name in ("transformers", "attention")}
-    for name, value in times.items():
-        print(f"step, {args.tokens} tokens, {name}: {statistics.median(value):.3f} s")
-    print(f"weights read for a token: {', '.join(f'{name} {size / 2**20:.1f} MiB' for name, size in read.items())}")
+    models = {"hybrid": hybrid, "attention": attention}
+    decoders = {(name, n): decoder(model, n) for n in args.contexts for name, model in models.items()}
+    steps = {name: trainer(model, tokens) for name, model in models.items()}
+    times = measure(steps | {"transformers": torch_trainer(theirs, tokens)}, args.rounds)
+    ratios = {name: ratio(times, name, "hybrid") for name in ("transformers", "attention")}
+    for name, seconds in times.items():
+        print(f"step, {args.tokens} tokens, {name}: {statistics.median(seconds):.3f} s")
+    for name, model in models.items():
+        print(f"weights read for a token, {name}: {weight_bytes(model) / 2**20:.1f} MiB")
     speeds = measure(decoders, args.rounds)
     for n in args.contexts:
-        pair_of = {name: speeds[name, n] for name in ("hybrid", "attention")}
-        found[f"decode after {n}"] = ratio(pair_of, "attention")
-        each = ", ".join(f"{name} {statistics.median(t) / 32 * 1e3:.2f} ms a token" for name, t in pair_of.items())
+        ratios[f"decode after {n}"] = ratio(speeds, ("attention", n), ("hybrid", n))
+        each = ", ".join(f"{name} {statistics.median(speeds[name, n]) / 32 * 1e3:.2f} ms a token" for name in models)
         print(f"decoding after {n} tokens: {each}")
     for n in (*args.contexts, 131_072):
         states, keys = state_bytes(hybrid, n)
         print(
             f"cache for {n} tokens, bfloat16: states {states / 2**20:.2f} MiB, keys and values {keys / 2**20:.2f} MiB"
         )
-    for name, value in found.items():
+    for name, value in ratios.items():
         print(f"{name}: {value:.2f} times its time")
-    if args.json:
-        args.json.write_text(json.dumps({"ratios": found, "seconds": times, "machine": platform.machine()}, indent=1))
     least = LEAST | {f"decode after {args.contexts[0]}": LEAST["decode"]}
-    if args.check and any(value < least.get(name, 0) for name, value in found.items()):
+    if args.check and any(value < least.get(name, 0) for name, value in ratios.items()):
         raise SystemExit(f"the hybrid must have at least these speeds: {least}")
 
 

@@ -1,7 +1,7 @@
 """Loading a sharded checkpoint in its stored dtype: speed against plainly reading the bytes, and the host memory it
 takes.
 
-    python -m tests.benchmarks.load [--family llama4] [--gigabytes 2] [--rounds 3] [--json out.json]
+    python -m tests.benchmarks.load [--family llama4] [--gigabytes 2] [--rounds 3]
 
 A Llama in bfloat16, or a Llama 4, which is nearly all experts, in files of at most 0.5 GB. Both read with the page
 cache warm, in turn, each in a process of its own: plain reading into one buffer, and `maxlib.from_pretrained` up to the
@@ -9,7 +9,6 @@ last array. Peak memory is that process's, over what it had after its imports (L
 """
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -88,7 +87,6 @@ def main() -> None:
     parser.add_argument("--family", choices=["llama", "llama4"], default="llama")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "model"
@@ -102,8 +100,6 @@ def main() -> None:
     peak, allowed = max(load[1] for _, load in rounds), size + sum(largest)
     print(f"{size / 1e9:.2f} GB: reading {speeds[0]:.2f} GB/s, loading {speeds[1]:.2f} GB/s, share {share:.2f}")
     print(f"peak memory {peak / 1e9:.2f} GB; model and its two largest tensors {allowed / 1e9:.2f} GB")
-    if args.json:
-        args.json.write_text(json.dumps({"bytes": size, "share": share, "peak": peak, "allowed": allowed}, indent=1))
 
 
 if __name__ == "__main__":

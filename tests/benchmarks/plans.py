@@ -4,7 +4,6 @@ ahead-of-time compilation.
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --present [NAME ...] [--json out.json] [--check]
-    python -m tests.benchmarks.plans --remat
     python -m tests.benchmarks.plans --pipelines [NAME ...] [--check]
     python -m tests.benchmarks.plans --search [--check]
     python -m tests.benchmarks.plans --gpu [NAME ...] [--json out.json] [--check]
@@ -18,7 +17,7 @@ model is off by more than a tenth, 70B takes 3 s to lower or, where no NAME is g
 ends with an error if one does not fit, computes more than that, the analytic model is off by more than a tenth, or the
 roofline is lower than what was measured. --present: the networks
 that the same scripts build today, beside the peer's memory; --check ends with an error if one needs more, `LARGER` if
-it needs more than is written there. --remat: one model under every policy. --pipelines: `PIPELINES`; --check ends with
+it needs more than is written there. --pipelines: `PIPELINES`; --check ends with
 an error if one does not fit. --search: 30 layouts of an 8B model on 16 chips; --check ends with an error if that takes
 ten minutes, or none of them fits. --gpu: steps for H100 and H200; --check ends with an error if one does not fit, the
 analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or compiling takes two
@@ -31,16 +30,17 @@ import importlib.util
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from maxlib import nn, plan, sharding, weights
+from maxlib import plan, sharding, weights
 from maxlib.distributed import xla_flags
 from maxlib.plan._program import make_program
 from maxlib.plan._targets import has_gpu_compiler
-from tests.benchmarks.published import PRESENT, ROWS, Row
+from tests.benchmarks.published import PRESENT, ROWS
 from tests.plan.jobs import layout
 
 GIB = 2**30
@@ -57,15 +57,6 @@ class Peer:
     peak: float | None
     written: int | None = None
     moved: float | None = None
-
-    def excess(self, got: plan.Plan) -> list[str]:
-        """Returns the quantities of which `got` has more than the peer; nothing if the peer was not read."""
-        if self.written is None or self.moved is None:
-            return []
-        count, size = written(got), moved(got)
-        wrong = [f"{count} collectives for {self.written}"] if count > self.written else []
-        wrong += [f"{size:.2f} GiB moved for {self.moved}"] if size > 1.0001 * self.moved else []
-        return wrong
 
 
 def without_images(name: str) -> Any:
@@ -145,78 +136,100 @@ PIPELINES: dict[str, tuple[tuple[str, str, int, int], dict[str, Any]]] = {
 }
 
 
+Row = tuple[dict[str, Any], list[str]]  # what a table shows of a plan, and the bounds that it misses
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--published", "--present", "--remat", "--pipelines", "--search", "--gpu"):
+    for option in ("--check", "--published", "--present", "--pipelines", "--search", "--gpu"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     if args.gpu and not has_gpu_compiler():
         print('skipped: plans for GPUs need jax\'s plugin for CUDA, pip install "maxlib[cuda]"')
-    elif args.gpu:
-        gpu_table(args.names, args.json, args.check)
-    elif importlib.util.find_spec("libtpu") is None:
+        return
+    if not args.gpu and importlib.util.find_spec("libtpu") is None:
         print('skipped: plans for TPUs need libtpu, pip install "maxlib[tpu]"')
-    elif args.search:
-        search(args.check)
-    elif args.remat:
-        remat_table()
+        return
+    if args.search:
+        wrong = search()
+    elif args.gpu:
+        wrong = table(args.names or GPU_CASES, on_gpus, args.json)
     elif args.pipelines:
-        pipelines(args.names, args.check)
+        wrong = table(args.names or PIPELINES, pipelined, args.json)
+    elif args.published:
+        wrong = table(args.names or ROWS, beside_measured, args.json)
+    elif args.present:
+        wrong = table(args.names or PRESENT, present, args.json)
     else:
-        table = published_table if args.published else present_table if args.present else compare
-        table(args.names, args.json, args.check)
+        wrong = table(args.names or CASES, beside_peer, args.json)
+        wrong += [] if args.names else lowering()
+    print(*wrong, sep="\n")
+    sys.exit(1 if args.check and wrong else 0)
+
+
+def table(names: Iterable[str], row_of: Callable[[str], Row], out: Path | None) -> list[str]:
+    """Prints a row for each name, and returns the bounds that they miss."""
+    rows, wrong = [], []
+    for name in names:
+        cells, faults = row_of(name)
+        if not rows:
+            print(f"| | {' | '.join(cells)} |\n{'|---' * (1 + len(cells))}|")
+        print(f"| {name} | {' | '.join(map(str, cells.values()))} |", flush=True)
+        rows.append({"name": name} | cells)
+        wrong += [f"{name}: {fault}" for fault in faults]
+    if out:
+        out.write_text(json.dumps(rows, indent=1))
+    return wrong
+
+
+def beside_peer(name: str) -> Row:
+    preset, target, sequence, peer, more = CASES[name]
+    got = plan.plan(plan.Job(preset, target, sequence=sequence, **more))
+    written, moved = sum(c.written for c in got.costs.collectives), sum(c.bytes for c in got.costs.collectives) / GIB
+    cells = {
+        "target": f"{target}, {sequence}",
+        "peak GiB": f"{got.peak / GIB:.2f}",
+        "analytic": analytic(got),
+        "peer": "not measured" if peer is None else peer.peak or "does not fit",
+        "collectives": " / ".join(f"{c.written} {c.kind}" for c in got.costs.collectives),
+        "moved GiB": f"{moved:.2f}",
+        "peer moves": peer.moved or "" if peer else "",
+        "lower s": f"{got.lower_seconds:.1f}",
+        "compile s": f"{got.compile_seconds:.0f}",
+    }
+    most = peer.peak * GIB if peer and peer.peak else got.target.chip.memory
+    wrong = bounds(got) + ([f"peak {got.peak / GIB:.2f} GiB for {most / GIB:.2f}"] if got.peak > most else [])
+    dense = "70b" in got.job.title  # the model for which the time to lower was promised
+    wrong += [f"lowered in {got.lower_seconds:.1f} s"] if dense and got.lower_seconds >= LOWERED else []
+    if peer and peer.written is not None and written > peer.written:
+        wrong.append(f"{written} collectives for {peer.written}")
+    if peer and peer.moved is not None and moved > 1.0001 * peer.moved:
+        wrong.append(f"{moved:.2f} GiB moved for {peer.moved}")
+    return cells, wrong
 
 
 LOWERED = 3.0  # seconds, at most
+AGAIN = 0.45  # of the model's FLOPs on top of them, at most: a third is full remat
 
 
-def compare(names: list[str], out: Path | None, check: bool) -> None:
-    rows, wrong = [], []
-    print(
-        "| model, target | sequence | peak GiB | analytic | peer | collectives | moved GiB | peer | lower s | compile s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for name in names or CASES:
-        preset, target, sequence, peer, more = CASES[name]
-        got = plan.plan(plan.Job(preset, target, sequence=sequence, **more))
-        kinds = [f"{one.written} {one.kind}" for one in got.costs.collectives] if got.costs else ["not readable"]
-        sizes = [f"{got.peak / GIB:.2f}", analytic(got), theirs(peer)]
-        sums = [f"{moved(got):.2f}", f"{peer.moved:.2f}" if peer and peer.moved else "", f"{got.lower_seconds:.1f}"]
-        row = [*sizes, " / ".join(kinds), *sums, f"{got.compile_seconds:.0f}"]
-        print(f"| {name}, {target} | {sequence} | {' | '.join(row)} |", flush=True)
-        rows.append(numbers(name, got) | {"peer": peer.peak * GIB if peer and peer.peak else None})
-        wrong += [f"{name} ({why})" for why in faults(peer, got)]
-    wrong += [] if names else lowering()
-    finish(rows, out, wrong if check else [], "worse than the peer, or than it should be")
+def bounds(got: plan.Plan) -> list[str]:
+    """Returns the bounds that any step misses."""
+    wrong = [f"analytic model {error(got):+.1%}"] if abs(error(got)) > 0.1 else []
+    return wrong + ([f"{got.flops_factor:.2f} times the model's FLOPs"] if got.flops_factor > 1 + AGAIN else [])
 
 
-def faults(peer: Peer | None, got: plan.Plan) -> list[str]:
-    """Returns the bounds that a row of the first table misses."""
-    most = peer.peak * GIB if peer and peer.peak else got.target.chip.memory
-    wrong = [f"peak {got.peak / GIB:.2f} GiB for {most / GIB:.2f}"] if got.peak > most else []
-    wrong += [f"analytic model {error(got):+.1%}"] if abs(error(got)) > 0.1 else []
-    wrong += [f"{1 + again(got):.2f} times the model's FLOPs"] if again(got) > AGAIN else []
-    dense = "70b" in got.job.title  # the model for which the time to lower was promised
-    wrong += [f"lowered in {got.lower_seconds:.1f} s"] if dense and got.lower_seconds >= LOWERED else []
-    return wrong + (peer.excess(got) if peer else [])
+def error(got: plan.Plan) -> float:
+    return got.analytic.total / got.peak - 1
 
 
-def theirs(peer: Peer | None) -> str:
-    return "not measured" if peer is None else f"{peer.peak:.2f}" if peer.peak else "does not fit"
+def analytic(got: plan.Plan) -> str:
+    return f"{got.analytic.total / GIB:.2f} ({error(got):+.1%})"
 
 
-def written(got: plan.Plan) -> int:
-    """Collectives in the program's text."""
-    assert got.costs, "the program's text could not be read"
-    return sum(one.written for one in got.costs.collectives)
-
-
-def moved(got: plan.Plan) -> float:
-    """GiB that the collectives of a step move."""
-    assert got.costs, "the program's text could not be read"
-    return sum(one.bytes for one in got.costs.collectives) / GIB
+def mesh(got: plan.Plan) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
 
 
 def lowering() -> list[str]:
@@ -239,65 +252,48 @@ def lowered(layers: int) -> float:
     return min(seconds)
 
 
-def search(check: bool) -> None:
-    found = plan.search(plan.Job("llama3.1-8b", "v5e-16"), batches=(1, 2), remats=("full", "qkv", "dots"))
-    print(found)
-    tried = len(found.plans) + len(found.refused)
-    if check and (tried != 30 or found.seconds >= 600 or not found.best.compiled):
-        sys.exit(f"{tried} layouts in {found.seconds:.0f} s: 30 have to be tried within 600, and the best compiled")
+def search() -> list[str]:
+    result = plan.search(plan.Job("llama3.1-8b", "v5e-16"), batches=(1, 2), remats=("full", "qkv", "dots"))
+    print(result)
+    tried = len(result.plans) + len(result.refused)
+    fine = tried == 30 and result.seconds < 600 and result.best.compiled
+    return [] if fine else [f"{tried} layouts in {result.seconds:.0f} s: 30 within 600, and the best compiled"]
 
 
-def present_table(names: list[str], out: Path | None, check: bool) -> None:
-    rows, wrong = [], []
-    print("| network, target | parameters | per chip | mesh, remat | peak GiB | flags | with them | peer |")
-    print("|---" * 8 + "|")
-    for name in names or PRESENT:
-        row, peer, flags = PRESENT[name]
-        usual = row.plan()
-        got = row.plan(options=xla_flags.options(*flags)) if flags else usual
-        mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
-        what = [f"{got.num_parameters / 1e9:.1f}B", f"{row.per_device_batch_size}", f"{mesh}, `{row.remat}`"]
-        sizes = [f"{usual.peak / GIB:.2f}", " ".join(flags), f"{got.peak / GIB:.2f}", f"{peer:.2f}"]
-        print(f"| {name} | {' | '.join(what + sizes)} |", flush=True)
-        rows.append(numbers(name, got) | {"usual": usual.peak, "peer": peer * GIB})
-        if got.peak > peer * GIB:
-            wrong.append(name)
-    finish(rows, out, wrong if check else [], "more than the peer")
+def present(name: str) -> Row:
+    row, peer, flags = PRESENT[name]
+    usual = row.plan()
+    got = row.plan(options=xla_flags.options(*flags)) if flags else usual
+    cells = {
+        "parameters": f"{got.num_parameters / 1e9:.1f}B",
+        "per chip": row.per_device_batch_size,
+        "mesh, remat": f"{mesh(got)}, `{row.remat}`",
+        "peak GiB": f"{usual.peak / GIB:.2f}",
+        "flags": " ".join(flags),
+        "with them": f"{got.peak / GIB:.2f}",
+        "peer": peer,
+    }
+    return cells, ["more than the peer"] if got.peak > peer * GIB else []
 
 
-def published_table(names: list[str], out: Path | None, check: bool) -> None:
-    rows, wrong = [], []
-    print("| model, target | parameters | per chip | mesh, remat | peak GiB | analytic | again", end=" ")
-    print("| step s | published | MFU | no overlap | published | of MFU |")
-    print("|---" * 13 + "|")
-    for name in names or ROWS:
-        row, got = ROWS[name], ROWS[name].plan()
-        print(f"| {name} | {' | '.join(beside(row, got))} |", flush=True)
-        mfu = {"mfu": got.estimate.mfu, "mfu_serial": got.estimate.mfu_serial} if got.estimate else {"mfu": 0.0}
-        rows.append(numbers(name, got) | mfu | {"published": row.mfu})
-        if not got.fits or abs(error(got)) > 0.1 or mfu["mfu"] < row.mfu or again(got) > AGAIN:
-            wrong.append(name)
-    finish(rows, out, wrong if check else [], "does not fit, or analytic model or roofline are wrong")
-
-
-def beside(row: Row, got: plan.Plan) -> list[str]:
-    """Results of the compiler and the roofline, and measurements. again: FLOPs beyond the model's."""
-    assert got.costs and got.estimate, "the program's text could not be read"
-    devices, guess = got.target.devices, got.estimate
-    mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
-    measured = got.model_flops / (row.mfu * devices * got.target.chip.flops)
-    return [
-        f"{got.num_parameters / 1e9:.1f}B",
-        f"{row.per_device_batch_size}",
-        f"{mesh}, `{row.remat}`",
-        f"{got.peak / GIB:.2f}",
-        analytic(got),
-        f"{again(got):.0%}",
-        f"{guess.seconds:.2f}",
-        f"{measured:.2f}",
-        *[f"{share:.1%}" for share in (guess.mfu, guess.mfu_serial, row.mfu)],
-        f"{row.mfu / guess.mfu:.0%}",
-    ]
+def beside_measured(name: str) -> Row:
+    row, got = ROWS[name], ROWS[name].plan()
+    measured = got.model_flops / (row.mfu * got.target.devices * got.target.chip.flops)
+    cells = {
+        "parameters": f"{got.num_parameters / 1e9:.1f}B",
+        "per chip": row.per_device_batch_size,
+        "mesh, remat": f"{mesh(got)}, `{row.remat}`",
+        "peak GiB": f"{got.peak / GIB:.2f}",
+        "analytic": analytic(got),
+        "FLOPs / the model's": f"{got.flops_factor:.2f}",
+        "step s": f"{got.estimate.seconds:.2f}",
+        "published s": f"{measured:.2f}",
+        "MFU": f"{got.estimate.mfu:.1%}",
+        "no overlap": f"{got.estimate.mfu_serial:.1%}",
+        "published": f"{row.mfu:.1%}",
+    }
+    wrong = bounds(got) + ([] if got.fits else ["does not fit"])
+    return cells, wrong + (["the roofline is lower than measured"] if got.estimate.mfu < row.mfu else [])
 
 
 # FLOPs of a step in multiples of the model's, at most, where experts' buffers have room for more rows than arrive,
@@ -305,114 +301,54 @@ def beside(row: Row, got: plan.Plan) -> list[str]:
 PADDED = {"mixtral-8x7b ep8": 2.5}
 
 
-def gpu_table(names: list[str], out: Path | None, check: bool) -> None:
-    rows, wrong = [], []
-    print("| model, target | sequences per GPU | mesh, attention | peak GiB | analytic | again | arithmetic s", end=" ")
-    print("| memory s | network s | MFU | no overlap | lower s | compile s |")
-    print("|---" * 13 + "|")
-    for name in names or GPU_CASES:
-        preset, target, batch, sequence, more = GPU_CASES[name]
-        settings = {"attention": "mosaic_gpu"} | more
-        got = plan.plan(plan.Job(preset, target, per_device_batch_size=batch, sequence=sequence, **settings))
-        print(f"| {preset}, {target} | {batch} x {sequence} | {' | '.join(on_gpus(got))} |", flush=True)
-        rows.append(numbers(name, got) | {"flops": again(got)})
-        arithmetic = 1.2 <= 1 + again(got) <= PADDED.get(name, 1.4)
-        fine = got.fits and abs(error(got)) <= 0.1 and arithmetic and got.compile_seconds < 120
-        wrong += [] if fine else [name]
-    finish(
-        rows, out, wrong if check else [], "does not fit, or the analytic model, arithmetic or time to compile are off"
-    )
+def on_gpus(name: str) -> Row:
+    preset, target, batch, sequence, more = GPU_CASES[name]
+    settings = {"attention": "mosaic_gpu"} | more
+    got = plan.plan(plan.Job(preset, target, per_device_batch_size=batch, sequence=sequence, **settings))
+    cells = {
+        "target": target,
+        "sequences per GPU": f"{batch} x {sequence}",
+        "mesh, attention": f"{mesh(got)}, `{got.job.attention}`",
+        "peak GiB": f"{got.peak / GIB:.2f}",
+        "analytic": analytic(got),
+        "FLOPs / the model's": f"{got.flops_factor:.2f}",
+        "arithmetic s": f"{got.estimate.compute:.3f}",
+        "memory s": f"{got.estimate.memory:.3f}",
+        "network s": f"{got.estimate.network:.3f}",
+        "MFU": f"{got.estimate.mfu:.1%}",
+        "no overlap": f"{got.estimate.mfu_serial:.1%}",
+        "lower s": f"{got.lower_seconds:.1f}",
+        "compile s": f"{got.compile_seconds:.0f}",
+    }
+    fine = got.fits and abs(error(got)) <= 0.1 and got.compile_seconds < 120
+    arithmetic = 1.2 <= got.flops_factor <= PADDED.get(name, 1.4)
+    return cells, [] if fine and arithmetic else ["does not fit, or memory, arithmetic or time to compile are off"]
 
 
-def on_gpus(got: plan.Plan) -> list[str]:
-    assert got.estimate, "the program's text could not be read"
-    guess, attention = got.estimate, got.job.attention or "chunked"
-    mesh = " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1)
-    return [
-        f"{mesh}, `{attention}`",
-        f"{got.peak / GIB:.2f}",
-        analytic(got),
-        f"{again(got):.0%}",
-        *[f"{seconds:.3f}" for seconds in (guess.compute, guess.memory, guess.network)],
-        *[f"{share:.1%}" for share in (guess.mfu, guess.mfu_serial)],
-        f"{got.lower_seconds:.1f}",
-        f"{got.compile_seconds:.0f}",
-    ]
-
-
-AGAIN = 0.45  # of the model's FLOPs on top of them, at most: a third is full remat
-
-
-def again(got: plan.Plan) -> float:
-    """Arithmetic beyond the model's, as a share of it."""
-    assert got.costs, "the program's text could not be read"
-    return got.costs.flops * got.target.devices / got.model_flops - 1
-
-
-def error(got: plan.Plan) -> float:
-    return got.analytic.total / got.peak - 1
-
-
-def analytic(got: plan.Plan) -> str:
-    return f"{got.analytic.total / GIB:.2f} ({error(got):+.1%})"
-
-
-def numbers(name: str, got: plan.Plan) -> dict[str, Any]:
-    seconds = {"lower_seconds": got.lower_seconds, "compile_seconds": got.compile_seconds}
-    return {"name": name, "peak": got.peak, "analytic": got.analytic.total} | seconds
-
-
-def finish(rows: list[dict[str, Any]], out: Path | None, wrong: list[str], why: str) -> None:
-    if out:
-        out.write_text(json.dumps(rows, indent=1))
-    if wrong:
-        sys.exit(f"{why}: {', '.join(wrong)}")
-
-
-def remat_table() -> None:
-    print("| remat | peak GiB | kept for the backward pass, GiB | compiled FLOPs / the model's |")
-    print("|---|---|---|---|")
-    for remat in (*nn.remat.POLICIES, None):
-        got = plan.plan(plan.Job("llama3.1-8b", "v5p-16", sequence=4096, remat=remat))
-        flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
-        print(f"| {remat} | {got.peak / GIB:.2f} | {got.analytic.activations / GIB:.2f} | {flops:.2f} |", flush=True)
-
-
-def pipelines(names: list[str], check: bool) -> None:
+def pipelined(name: str) -> Row:
     """idle: the theoretical share. Bytes are those of one device in a step, in GiB: activations to the next stage, all
     else sent over stages, gathered weights, and the rest: gradients and the experts' tokens.
     """
-    wrong = []
-    print(
-        "| plan | peak GiB | idle | FLOPs / the model's | to the next stage | over stages | gathered | other |", end=""
-    )
-    print(" MFU, no overlap | compile s |")
-    print("|---" * 10 + "|")
-    for name in names or PIPELINES:
-        (model, target, sequence, batch), more = PIPELINES[name]
-        got = plan.plan(plan.Job(model, target, sequence=sequence, per_device_batch_size=batch, **more))
-        pipeline = next(one for one in got.job.layout.strategies if isinstance(one, sharding.Pipeline))
-        turns, stages = pipeline.microbatches * pipeline.repeats, got.mesh["stage"]
-        flops = got.costs.flops * got.target.devices / got.model_flops if got.costs else float("nan")
-        mfu = f"{got.estimate.mfu_serial:.1%}" if got.estimate else "-"
-        idle = f"{(stages - 1) / (turns + stages - 1):.0%}"
-        sizes = " | ".join(f"{size / GIB:.2f}" for size in travels(got))
-        print(
-            f"| {name} | {got.peak / GIB:.2f} | {idle} | {flops:.2f} | {sizes} | {mfu} | {got.compile_seconds:.0f} |",
-            flush=True,
-        )
-        if not got.fits:
-            wrong.append(name)
-    finish([], None, wrong if check else [], "does not fit")
-
-
-def travels(got: plan.Plan) -> list[float]:
-    found = got.costs.collectives if got.costs else ()
-    over = lambda one: "stage" in one.axes
-    on = lambda one: over(one) and one.kind in ("collective-permute", "send")
-    kinds = (on, lambda one: over(one) and not on(one), lambda one: not over(one) and one.kind == "all-gather")
-    sizes = [sum(one.bytes for one in found if is_one(one)) for is_one in kinds]
-    return [*sizes, sum(one.bytes for one in found) - sum(sizes)]
+    (model, target, sequence, batch), more = PIPELINES[name]
+    got = plan.plan(plan.Job(model, target, sequence=sequence, per_device_batch_size=batch, **more))
+    pipeline = next(part for part in got.job.layout.strategies if isinstance(part, sharding.Pipeline))
+    turns, stages = pipeline.microbatches * pipeline.repeats, got.mesh["stage"]
+    sizes = {"to the next stage": 0.0, "over stages": 0.0, "gathered": 0.0, "other": 0.0}
+    for c in got.costs.collectives:
+        if "stage" in c.axes:
+            place = "to the next stage" if c.kind in ("collective-permute", "send") else "over stages"
+        else:
+            place = "gathered" if c.kind == "all-gather" else "other"
+        sizes[place] += c.bytes / GIB
+    cells = {
+        "peak GiB": f"{got.peak / GIB:.2f}",
+        "idle": f"{(stages - 1) / (turns + stages - 1):.0%}",
+        "FLOPs / the model's": f"{got.flops_factor:.2f}",
+        **{place: f"{size:.2f}" for place, size in sizes.items()},
+        "MFU, no overlap": f"{got.estimate.mfu_serial:.1%}",
+        "compile s": f"{got.compile_seconds:.0f}",
+    }
+    return cells, [] if got.fits else ["does not fit"]
 
 
 if __name__ == "__main__":

@@ -1,43 +1,43 @@
-"""One training step of the same Llama: maxlib against transformers + torch, interleaved on the same machine.
+"""One training step of the same Llama: maxlib against transformers + torch.
 
-    python tests/benchmarks/train_step.py [--rounds 7] [--json out.json]
+    python -m tests.benchmarks.train_step [--rounds 7]
 
 float32, batch 4 x 512 tokens, 4 layers x 512 wide, 8 heads, MLP 1408, vocabulary 32,000, AdamW with gradient clipping.
-Each round runs both once, in turn; the ratio is the median over rounds of (torch time / maxlib time).
 """
 
 import argparse
-import json
 import platform
 import statistics
-import time
-from pathlib import Path
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+import torch
+import transformers
 
+import maxlib
 from maxlib import nn, ops
-from maxlib.models import llama
+from tests.benchmarks.timing import measure, ratio
 
-BATCH, SEQ, VOCAB, LAYERS, DIM, HEADS, MLP = 4, 512, 32_000, 4, 512, 8, 1408
+BATCH, SEQ = 4, 512
+CONFIG = transformers.LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    attn_implementation="sdpa",
+)
 
 
-def maxlib_step(tokens):
-    cfg = llama.Config(
-        vocab=VOCAB,
-        num_layers=LAYERS,
-        dim=DIM,
-        mlp_dim=MLP,
-        num_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=DIM // HEADS,
-        rope=ops.Rope(DIM // HEADS),
-    )
-    model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
-    return trainer(model, tokens)
+def read(theirs: transformers.PreTrainedModel):
+    """Returns the same model in maxlib."""
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        return maxlib.from_pretrained(directory)
 
 
 def loss_of(model, tokens, key=None):
@@ -70,25 +70,8 @@ def trainer(model, tokens):
     return run
 
 
-def torch_step(tokens):
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=MLP,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        attn_implementation="sdpa",
-    )
-    return torch_trainer(transformers.LlamaForCausalLM(config), tokens)
-
-
 def torch_trainer(model, tokens):
     """The same with a model of transformers."""
-    import torch
-
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
     ids = torch.tensor(np.asarray(tokens), dtype=torch.long)
@@ -105,31 +88,16 @@ def torch_trainer(model, tokens):
     return run
 
 
-def measure(runs, rounds):
-    times = {name: [] for name in runs}
-    for round_ in range(rounds + 1):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            if round_:
-                times[name].append(time.perf_counter() - begin)
-    return times
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ + 1)), jnp.int32)
-    times = measure({"maxlib": maxlib_step(tokens), "transformers + torch": torch_step(tokens)}, args.rounds)
-    ratio = statistics.median(t / m for m, t in zip(*times.values(), strict=True))
-    speeds = {name: BATCH * SEQ / statistics.median(t) for name, t in times.items()}
-    for name, speed in speeds.items():
-        print(f"{name:24} {speed:8.0f} tokens/s")
-    print(f"ratio {ratio:.2f}  (jax {jax.__version__}, {platform.machine()})")
-    if args.json:
-        args.json.write_text(json.dumps({"tokens_per_second": speeds, "ratio": ratio, "seconds": times}, indent=1))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, SEQ + 1)), jnp.int32)
+    theirs = transformers.LlamaForCausalLM(CONFIG)
+    times = measure({"maxlib": trainer(read(theirs), tokens), "torch": torch_trainer(theirs, tokens)}, args.rounds)
+    for name, seconds in times.items():
+        print(f"{name:8} {BATCH * SEQ / statistics.median(seconds):8.0f} tokens/s")
+    print(f"ratio {ratio(times, 'torch', 'maxlib'):.2f}  (jax {jax.__version__}, {platform.machine()})")
 
 
 if __name__ == "__main__":

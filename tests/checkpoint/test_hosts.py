@@ -1,6 +1,7 @@
-"""Two hosts write one checkpoint; any number of hosts reads it."""
+"""Two hosts write one checkpoint; any number of hosts reads it, and replicated arrays are read once."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -60,8 +61,16 @@ def test_two_hosts(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_what_hosts_share_comes_back_on_both(tmp_path):
-    assert both(tmp_path, "copies") == ["2", "2"]
+@pytest.mark.parametrize("damage", [False, True], ids=["whole", "damaged"])
+def test_what_hosts_share_is_read_by_one_and_sent_to_the_others(tmp_path, damage):
+    counts = [dict.fromkeys([*hosts.COPIES, "own"], 1), {"own": 1}]
+    assert both(tmp_path, "copies") == [f"2 {dict(sorted(count.items()))}" for count in counts]
+    if not damage:
+        return
+    shutil.rmtree(tmp_path / "9")
+    for file in (f for f in (tmp_path / "2" / "params").rglob("*") if f.is_file() and f.stat().st_size > 1000):
+        file.write_bytes(file.read_bytes()[:900])  # only the host that reads can see it
+    assert [line.split()[0] for line in both(tmp_path, "copies")] == ["1", "1"]
 
 
 @pytest.mark.full

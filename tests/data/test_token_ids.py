@@ -115,7 +115,6 @@ ENTRANCES = {
 }
 TEXT_ONLY = {"array_record", "chats", "jsonl", "kto_examples", "pairs", "python_docs", "text_files", "tokenize_chats"}
 OF_CHECKED = {
-    "completion_rows",  # of completion_batch
     "token_ids",
     "Loader",
     "Mixture",

@@ -4,8 +4,10 @@ import contextlib
 import io
 from pathlib import Path
 
+from maxlib._command import parser
+from maxlib._command.plan import _job
 from maxlib.plan import _program as program
-from maxlib.plan import command, parse_target
+from maxlib.plan import parse_target
 from maxlib.plan._job import check_names
 from tests.fuzz.run import Target
 
@@ -30,13 +32,13 @@ def read(directory: Path) -> None:
     status = 0
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            args = command.parser().parse_args(words)
+            args = parser("plan").parse_args(["plan", *words])
     except SystemExit as error:
         args, status = None, error.code
     assert status in (0, 2), status  # 0 for --help
     if args is None:
         return
-    job = command._job(args)
+    job = _job(args)
     check_names(job)
     if parse_target(job.target).platform == "cuda":
         program._rows(job, program._layout(job))

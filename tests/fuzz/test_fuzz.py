@@ -8,9 +8,9 @@ from etils import epath
 from jinja2.exceptions import SecurityError
 
 from maxlib import data, observability
+from maxlib._command import main
 from maxlib.checkpoint import DamagedError, _lock, _records
 from maxlib.inference import stop_tokens
-from maxlib.plan import command as plan
 from maxlib.quantization import _files as quantized
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import _family, files
@@ -255,7 +255,7 @@ def test_an_account_of_no_time(tmp_path):
 )
 def test_arguments_of_a_plan_that_are_none(words, capsys):
     try:
-        status = plan.main(["llama3-8b", "--target", "h100x8", *words.split()])
+        status = main(["plan", "llama3-8b", "--target", "h100x8", *words.split()])
     except SystemExit as error:
         status = error.code
     assert status == 2 and "Traceback" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 from maxlib import adapters, nn, ops, post_training, weights
-from maxlib.inference import LocalEngine, Sampler, ServerEngine
+from maxlib.inference import LocalEngine, ReloadingServerEngine, Sampler, ServerEngine
 from maxlib.models import llama
 from tests.nn.tiny import filled
 
@@ -29,8 +29,9 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(PYTHON is None, reason="MAXLI
 PROMPTS = [[5, 9, 2], [11, 3, 4, 8, 60, 7], [1]]
 START = 300  # most seconds of vLLM's start
 FLAGS = "--served-model-name base --dtype float32 --max-model-len 64 --enforce-eager --skip-tokenizer-init --enable-lora --max-lora-rank 8"
-# float32 matmuls on both sides, and vLLM loads adapters while it runs.
+# float32 matmuls on both sides, and vLLM loads adapters and weights while it runs.
 SETTINGS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+SETTINGS |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +128,24 @@ def test_an_update_is_a_new_adapter_on_the_server(model, url, tmp_path):
         close(got, LocalEngine(newer, slots=3, dtype=jnp.float32).generate(PROMPTS, max_new_tokens=8))
         texts.append([one.tokens for (one,) in got])
     assert texts[0] != texts[1]
+
+
+def test_an_update_is_all_weights_on_the_server(model, url, tmp_path):
+    """Also for a prompt that the server has seen with the former weights, whose prefix it may have kept."""
+
+    def save(params):
+        weights.save_pretrained(nn.combine(params, nn.partition(model)[1]), tmp_path / "model", overwrite=True)
+        return tmp_path / "model"
+
+    engine, old = ReloadingServerEngine(url, "base", save=save), nn.partition(model)[0]
+    before = engine.generate(PROMPTS, max_new_tokens=8)
+    newer = {
+        path: x * (1 + 0.3 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)) for path, x in old.items()
+    }
+    engine.update(newer)
+    got = engine.generate(PROMPTS, max_new_tokens=8)
+    other = nn.combine(newer, nn.partition(model)[1])
+    close(got, LocalEngine(other, slots=3, dtype=jnp.float32).generate(PROMPTS, max_new_tokens=8))
+    assert [one.tokens for (one,) in got] != [one.tokens for (one,) in before]
+    engine.update(old)
+    close(engine.generate(PROMPTS, max_new_tokens=8), before)

@@ -23,7 +23,8 @@ from maxlib import nn
 
 GOLDEN = Path(__file__).parent / "golden"
 EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ from all others
-NORM = re.compile(r"norm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
+NORM = re.compile(r"norm|LayerNorm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
+MASKED, SEQ2SEQ = ("bert", "roberta", "modernbert"), ("t5", "t5gemma")  # values of model_type
 # Tests with images or sound compare live, or have their cases in the file of their family.
 FAMILIES = sorted(
     path.stem.removeprefix("test_")
@@ -86,7 +87,11 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
 
 
 def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
-    """The sound of a case that has lengths of clips: noise, also in the padding."""
+    """The sound of a case that has lengths of clips: noise, also in the padding. Whisper hears one for each row."""
+    if case["config"]["model_type"] == "whisper":
+        shape = 2, 1, 2 * case["config"]["max_source_positions"], case["config"]["num_mel_bins"]
+        frames = np.random.RandomState(3).standard_normal(shape).astype(np.float32)
+        return nn.audio.Clips(frames, np.full(shape[:2], shape[2], np.int32))
     if (lengths := case.get("clips")) is None:
         return None
     hears = case["config"]["audio_config"]
@@ -95,9 +100,17 @@ def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
     return nn.audio.Clips(frames, np.array(lengths, np.int32))
 
 
-def given(case: dict[str, Any]) -> tuple[nn.vision.Patches | None, nn.audio.Clips | None]:
-    """The images and the sound of a case."""
-    return images(case), audio(case)
+def source(case: dict[str, Any]) -> nn.Source | None:
+    """What the encoder of a case reads: tokens, in the second row with padding on both sides."""
+    if case["config"]["model_type"] not in SEQ2SEQ:
+        return None
+    ids = np.random.RandomState(4).randint(0, case["config"]["vocab_size"], (2, 17)).astype(np.int32)
+    return nn.Source(ids, valid=(np.arange(17) >= np.array([[0], [3]])) & (np.arange(17) < np.array([[17], [15]])))
+
+
+def given(case: dict[str, Any]) -> tuple[Any, ...]:
+    """The images and the sound of a case; of an encoder-decoder its source too."""
+    return (images(case), audio(case)) if (read := source(case)) is None else (None, None, read)
 
 
 def by_position(found: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,11 +159,11 @@ def theirs(
     for (
         module
     ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
-        if sees and isinstance(module, torch.nn.Embedding):
+        if (sees or config.model_type in (*MASKED, "whisper", "t5gemma")) and isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids, "clips": clips}
-    logits = model(ids, **seen(case, ids, model.dtype)).logits
+    logits = model(**arguments(case, ids, model.dtype)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     # What is not trained stands for itself, as in our export of gradients.
     gradients = stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
@@ -166,9 +179,29 @@ def auto(model_type: str, *, sees: bool = False) -> Any:
     """Their class that makes models of a type."""
     import transformers
 
+    if model_type in (*MASKED, *SEQ2SEQ, "whisper"):
+        name = (
+            "ForMaskedLM" if model_type in MASKED else "ForSpeechSeq2Seq" if model_type == "whisper" else "ForSeq2SeqLM"
+        )
+        return getattr(transformers, f"AutoModel{name}")
     # They list Mistral 4's text among models that see.
     sees = sees or model_type == "mistral4"
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def arguments(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
+    """Returns all arguments of transformers' models for a case; in encoder-decoders `ids` are the decoder's."""
+    import torch
+
+    if case["config"]["model_type"] == "whisper":
+        frames = torch.from_numpy(audio(case).frames[:, 0].swapaxes(1, 2).copy()).to(dtype)
+        return {"input_features": frames, "decoder_input_ids": ids}
+    if (read := source(case)) is None:
+        return {"input_ids": ids, **seen(case, ids, dtype)}
+    tokens, valid = torch.from_numpy(read.tokens).long(), torch.from_numpy(read.valid).long()
+    # T5Gemma takes its padding token for padding, where no mask says that it is real.
+    real = {"decoder_attention_mask": torch.ones_like(ids)} if case["config"]["model_type"] == "t5gemma" else {}
+    return {"input_ids": tokens, "attention_mask": valid, "decoder_input_ids": ids, **real}
 
 
 def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
@@ -291,11 +324,11 @@ def _loss_and_gradients(params, rest, tokens, seen):
 
 
 def ours(
-    model: Any, tokens: np.ndarray, scratch: Path, images: Any = None, audio: Any = None
+    model: Any, tokens: np.ndarray, scratch: Path, images: Any = None, audio: Any = None, source: Any = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits, and gradients under their names: the export maps them as it maps weights."""
     params, rest = nn.partition(model)
-    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images, audio))
+    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images, audio, source))
     maxlib.save_pretrained(nn.combine(gradients, rest), scratch)
     return np.asarray(logits), load_file(scratch / "model.safetensors")
 
@@ -305,13 +338,13 @@ def _logits(model, tokens, seen):
     return model.logits(model(tokens, dtype=jnp.float32, **seen).hidden)
 
 
-def logits(model: Any, tokens: np.ndarray, images: Any = None, audio: Any = None) -> np.ndarray:
-    return np.asarray(_logits(model, jnp.asarray(tokens), _given(images, audio)))
+def logits(model: Any, tokens: np.ndarray, images: Any = None, audio: Any = None, source: Any = None) -> np.ndarray:
+    return np.asarray(_logits(model, jnp.asarray(tokens), _given(images, audio, source)))
 
 
-def _given(images: Any, audio: Any = None) -> dict[str, Any]:
+def _given(images: Any, audio: Any = None, source: Any = None) -> dict[str, Any]:
     """Text models' calls have no images and no sound at all."""
-    return {name: x for name, x in {"images": images, "audio": audio}.items() if x is not None}
+    return {name: x for name, x in {"images": images, "audio": audio, "source": source}.items() if x is not None}
 
 
 # --- golden files ---------------------------------------------------------------------------------------------------

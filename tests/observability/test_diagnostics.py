@@ -308,12 +308,9 @@ def test_slow_hosts_are_named():
     assert observability.SlowHosts(size=8, factor=1e9)() == []
 
 
-def test_live_arrays_are_counted(tmp_path):
+def test_live_arrays_are_counted():
     x = jnp.zeros((1234, 7))
     assert f"{x.nbytes:,} bytes" in observability.live_arrays(1000)
-    assert (
-        "arrays" in observability.memory_profile(tmp_path).read_text() and (tmp_path / "memory.prof").stat().st_size > 0
-    )
 
 
 def test_memory_is_read_now_and_then(monkeypatch):

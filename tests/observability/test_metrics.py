@@ -52,7 +52,8 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, room):
     writer = observability.Jsonl(tmp_path / "m.jsonl")
     writer.write(1, {"loss": 1.0})
     file = writer._file
-    full, nearly = io.FileIO("/dev/full", "ab"), SimpleNamespace(write=lambda data: file.write(data[:room]))
+    full = io.FileIO("/dev/full", "ab")
+    nearly = SimpleNamespace(tell=file.tell, truncate=file.truncate, write=lambda data: file.write(data[:room]))
     for step, broken in ((2, full), (3, nearly)):
         writer._file = broken
         with pytest.raises(OSError, match=f"No space left|only {room} of"):

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from maxlib import adapters, nn, plan
+from maxlib._command import main
 from maxlib.hardware import GIB
 from maxlib.plan import _run as run
 from maxlib.plan import _targets as targets
-from maxlib.plan import command
 from maxlib.plan._report import remedies
 from tests.nn.tiny import LLAMA
 from tests.plan import jobs
@@ -31,27 +31,27 @@ def asked(monkeypatch):
         calls.append((job, settings))
         raise ValueError("seen")
 
-    monkeypatch.setattr(command, "search", search)
+    monkeypatch.setattr(plan, "search", search)
     return calls
 
 
 def test_a_search_takes_what_the_command_line_fixes(asked):
     words = "llama3-8b --target v5e-16x2 --search --mesh fsdp=4,tensor=4 --dcn data=-1 --strategy fsdp_tp --remat none"
     more = "--per-device-batch-size 2 --attention splash --microbatches 2 --flags tpu-vmem --compile 0"
-    assert command.main([*words.split(), *more.split()]) == 2
+    assert main(["plan", *words.split(), *more.split()]) == 2
     ((job, got),) = asked
     assert got["layouts"] == [job.layout] == [layout("fsdp_tp", fsdp=4, tensor=4, dcn={"data": -1})]
     assert got["remats"] == [None] and got["batches"] == [2] and got["compile"] == 0
     assert job.attention == "splash" and job.microbatches == 2
     assert job.options == {"xla_tpu_scoped_vmem_limit_kib": 98304}
-    command.main(["llama3-8b", "--target", "v5e-16", "--search"])
+    main(["plan", "llama3-8b", "--target", "v5e-16", "--search"])
     assert not {"layouts", "remats", "batches", "compile"} & asked[1][1].keys()
 
 
 @pytest.mark.parametrize("name", ["build", "CONFIG"])
 def test_a_model_of_your_own_is_named_as_module_and_function(name, capsys):
     words = f"tests.plan.jobs:{name} --target h100x8 --sequence 16 --optimizer tests.plan.jobs:optimizer --json"
-    assert command.main(words.split()) == 0
+    assert main(["plan", *words.split()]) == 0
     numbers = json.loads(capsys.readouterr().out)
     parameters = nn.num_parameters(jax.eval_shape(jobs.build))
     # float32 weights over eight devices; sgd keeps nothing but a step
@@ -69,14 +69,8 @@ def test_a_model_of_your_own_is_named_as_module_and_function(name, capsys):
     ],
 )
 def test_a_model_that_is_no_such_function_is_refused(name, said, capsys):
-    assert command.main([name, "--target", "h100x8"]) == 2
+    assert main(["plan", name, "--target", "h100x8"]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_degrees_are_separated_by_commas_or_spaces(asked):
-    for words in (["fsdp=4,tensor=4"], ["fsdp=4", "tensor=4"]):
-        command.main(["llama3-8b", "--target", "v5e-16", "--search", "--mesh", *words])
-    assert asked[0] == asked[1] and asked[0][0].degrees == {"fsdp": 4, "tensor": 4}
 
 
 def test_a_search_plans_what_it_was_told():
@@ -93,8 +87,7 @@ def test_a_search_plans_what_it_was_told():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--search --full", "--search takes no --full and no --keep"),
-        ("--search --keep folder", "--search takes no --full and no --keep"),
+        ("--search --full", "--search takes no --json, --full and --keep"),
         ("--search --compile -3", "compile must be at least 0, the number of layouts to compile; got -3"),
         ("--compile 2", "--compile is for --search"),
         ("--mesh fsdp=2 fsdp=8", "a mesh must name an axis once; got fsdp twice, in fsdp=2 fsdp=8"),
@@ -106,28 +99,30 @@ def test_a_search_plans_what_it_was_told():
     ],
 )
 def test_mistakes_are_named_as_options(words, said, capsys):
-    assert command.main(["llama3.2-1b", "--target", "h100x8", *words.split()]) == 2
+    assert main(["plan", "llama3.2-1b", "--target", "h100x8", *words.split()]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], ["--search"]])
 def test_of_several_slices_it_says_which_option_joins_them(more, capsys):
-    assert command.main(["llama3.2-1b", "--target", "v5e-8x2", *more]) == 2
+    assert main(["plan", "llama3.2-1b", "--target", "v5e-8x2", *more]) == 2
     error = capsys.readouterr().err
     assert "v5e-8x2 has 2 slices" in error and error.endswith("--dcn data=-1\n") and "make_mesh" not in error
 
 
 def test_a_report_names_options(capsys):
-    assert command.main(["llama3.2-1b", "--target", "h100x8"]) == 0
+    assert main(["plan", "llama3.2-1b", "--target", "h100x8"]) == 0
     out = capsys.readouterr().out
     assert "--search compares" in out and "plan.search" not in out
+    assert "fits:" in out and "a bound, not a forecast" in out
 
 
 def test_what_does_not_fit_comes_with_changes_that_do(capsys):
     words = "llama3-70b --target h100x8 --sequence 4096"
-    assert command.main(words.split()) == 1
+    assert main(["plan", *words.split()]) == 1
     out = " ".join(capsys.readouterr().out.split())
     offloaded, lora = r"--strategy fsdp\+offload_optimizer", "--lora rank=16"
+    assert "GiB too much" in out and "analytic model only" in out and "not compiled" in out
     both = rf"{offloaded} \(moments on the host\) fits, 7\d\.\d GiB; {lora} \(adapters of a frozen base\) fits, 2\d\.\d GiB"
     assert re.search(both, out)
     assert "--sequence 2048" not in out and "nf4" not in out  # the first does not fit, the second is not needed

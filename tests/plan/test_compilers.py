@@ -29,7 +29,7 @@ def test_the_published_networks_have_their_published_sizes_and_travel():
 
 def test_a_compilers_process_ends_with_the_one_that_started_it(tmp_path):
     """A parent that is killed cannot clean up, and the compiler would run on for minutes."""
-    command = f"[sys.executable, '-m', 'maxlib.plan._worker', {str(tmp_path)!r}, str(os.getpid())]"
+    command = f"[sys.executable, '-m', 'maxlib.plan._worker', {str(tmp_path)!r}, str(os.getpid()), '']"
     code = f"import os, subprocess, sys, time; subprocess.Popen({command}); print(flush=True); time.sleep(600)"
     pipe = subprocess.PIPE  # the worker waits for its job on the parent's input, which stays open here
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as parent:

@@ -1,8 +1,6 @@
 """Statistics read from HLO text, against counts by hand."""
 
-import inspect
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import sharding
 from maxlib.kernels.vector_memory import vmem_of
-from maxlib.plan._hlo import Costs, read_costs
-from maxlib.plan._report import _excess
+from maxlib.plan._hlo import read_costs
 from maxlib.plan._roofline import estimate
 from maxlib.plan._targets import parse_target
 from tests.training.tiny import QUICKLY
@@ -401,8 +398,6 @@ def test_a_grouped_matmul_reads_an_experts_matrix_once():
         1024 // 512 + 3
     ) * 512  # tiles of 512 rows; where an expert's rows begin inside a tile, both neighbours read it
     assert costs.bytes == 2 * (visited * 256 + 4 * 512 * 256 + 1024 * 512)
-    ((name, flops),) = costs.costliest
-    assert name == "gmm.1 bf16[1024,512] jit(step)/jit(gmm)/pallas_call" and flops == costs.flops
 
 
 def test_tiles_with_rows_of_two_experts_are_computed_twice():
@@ -426,13 +421,3 @@ def test_with_more_vector_memory_a_grouped_matmul_reads_its_rows_less_often():
     wide = GROUPED.replace("256]", "4096]").replace("512", "8192")
     less, more = (read_costs(wide, {"fsdp": 1}, vmem=vmem_of(chip)) for chip in ("TPU v6e", "TPU v5p"))
     assert less.bytes < 0.8 * more.bytes and less.flops == more.flops
-
-
-def test_far_more_flops_than_the_models_are_a_warning():
-    costs = Costs(
-        10.0, 1.0, (), 0, costliest=(("convolution.1 bf16[128,2048,768] while/body/ragged_dot_general", 9.0),)
-    )
-    excess = inspect.unwrap(_excess)  # not the shape checker of the tests, which asks for a whole plan
-    warning, costliest = excess(types.SimpleNamespace(flops_factor=21.28, costs=costs))
-    assert warning.startswith("WARNING: 21.28 times the model's FLOPs") and "90% convolution.1" in costliest
-    assert excess(types.SimpleNamespace(flops_factor=1.45, costs=costs)) == []

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from maxlib import adapters, plan
+from maxlib._command import main
 from maxlib.hardware import GIB
 from maxlib.plan import _job as jobs
-from maxlib.plan import command
 from maxlib.plan._program import make_program
 from tests.nn.tiny import LLAMA
 from tests.plan.jobs import layout
@@ -89,12 +89,10 @@ def test_the_compiled_step_of_70b_holds_one_base_and_sums_gradients_of_factors()
 
 
 def test_the_command_reads_adapters(monkeypatch):
-    monkeypatch.setattr(
-        command, "plan", lambda job, **_: found.append(job) or (_ for _ in ()).throw(ValueError("seen"))
-    )
+    monkeypatch.setattr(plan, "plan", lambda job, **_: found.append(job) or (_ for _ in ()).throw(ValueError("seen")))
     found = []
     for words in ("--lora rank=16 --base nf4", "--lora rank=8,alpha=4,dora rslora"):
-        command.main(["llama3-8b", "--target", "h200", *words.split()])
+        main(["plan", "llama3-8b", "--target", "h200", *words.split()])
     assert [job.lora for job in found] == [adapters.LoRA(16, 32), adapters.LoRA(8, 4, dora=True, rslora=True)]
     assert [job.base for job in found] == ["nf4", None]
     again = jobs.from_json(jobs.to_json(found[0]))
@@ -113,5 +111,5 @@ def test_the_command_reads_adapters(monkeypatch):
     ],
 )
 def test_mistakes_about_adapters_are_named(words, said, capsys):
-    assert command.main(["llama3.2-1b", "--target", "h100x8", *words.split()]) == 2
+    assert main(["plan", "llama3.2-1b", "--target", "h100x8", *words.split()]) == 2
     assert said in capsys.readouterr().err

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from maxlib import plan
+from maxlib._command import main
 from maxlib.plan import _job as jobs
-from maxlib.plan import command
 from maxlib.plan._hlo import read_costs
 from maxlib.plan._program import make_program
 from tests.nn.tiny import LLAMA
@@ -75,15 +75,15 @@ def test_a_plan_compiles_an_outside_loss_in_a_pipeline():
     ],
 )
 def test_the_command_line_takes_a_loss_by_name(words, said, capsys):
-    assert command.main(["llama3.2-1b", "--target", "cpu", *words.split()]) == 2
+    assert main(["plan", "llama3.2-1b", "--target", "cpu", *words.split()]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_line_hands_the_loss_on(monkeypatch):
     calls = []
-    monkeypatch.setattr(command, "plan", lambda job, **_: calls.append(job) or 1 / 0)
+    monkeypatch.setattr(plan, "plan", lambda job, **_: calls.append(job) or 1 / 0)
     words = "llama3.2-1b --target cpu --loss tests.training.custom_losses:Focal --batch tests.training.custom_losses:pair_shapes"
     with pytest.raises(ZeroDivisionError):
-        command.main(words.split())
+        main(["plan", *words.split()])
     assert calls[0].loss_function == custom_losses.Focal()
     assert calls[0].batch == "tests.training.custom_losses:pair_shapes"

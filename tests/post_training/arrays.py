@@ -37,9 +37,11 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
     shifted = out["logits"] - np.log(np.exp(out["logits"]).sum(-1, keepdims=True))
     own = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
     out["old_log_probs"] = own + normal(ROWS, T, scale=0.3)
+    out["tool"] = (rng.random((ROWS, T)) < 0.6).astype(np.int32)  # 1 for tokens of the model, 0 for those of a tool
     return out
 
 
-def targets(data: dict[str, np.ndarray]) -> np.ndarray:
-    """Ids to predict, -1 outside of completions."""
-    return np.where(data["completion"][:, 1:] == 1, data["ids"][:, 1:], -1).astype(np.int32)
+def targets(data: dict[str, np.ndarray], *, tools: bool = False) -> np.ndarray:
+    """Ids to predict, -1 outside of completions, and for tokens of tools if there are any."""
+    learned = (data["completion"][:, 1:] == 1) & ((data["tool"] == 1) | (not tools))
+    return np.where(learned, data["ids"][:, 1:], -1).astype(np.int32)

@@ -34,7 +34,16 @@ from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays
 PATH = Path(__file__).parent / "golden" / "trl.npz"
 DATA = {name: torch.tensor(x) for name, x in arrays().items()}
 IDS, MASK = DATA["ids"].long(), DATA["completion"][:, 1:]
-KEPT = ("kl", "entropy", "rewards/", "logps/", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+KEPT = (
+    "kl",
+    "entropy",
+    "rewards/",
+    "logps/",
+    "log_odds",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+)
 
 
 class Accelerator:
@@ -44,6 +53,7 @@ class Accelerator:
     gather = gather_for_metrics = staticmethod(lambda x: x)
     reduce = staticmethod(lambda x, reduction: x)
     unwrap_model = staticmethod(lambda x: x)
+    pad_across_processes = staticmethod(lambda x, **_: x)
 
 
 def scores(logits, temperature=1.0):
@@ -56,6 +66,7 @@ def scores(logits, temperature=1.0):
 def model(logits):
     own, entropy = scores(logits)
     fields = {"log_probs": own * MASK, "entropy": entropy, "mean_logits": logits.mean(-1), "is_top1": entropy > 0}
+    fields["log_sum_sq_probs"] = torch.logsumexp(2 * torch.log_softmax(logits, -1), -1)
     return lambda **_: types.SimpleNamespace(**fields)
 
 
@@ -77,20 +88,25 @@ def case(run):
     return {"loss": loss.item(), "gradient": logits.grad.numpy(), **kept}
 
 
-def dpo(kind, weights=None, label_smoothing=0.0, beta=0.3):
+def dpo(kind, loss_weights=None, label_smoothing=0.0, beta=0.3, **settings):
     def run(logits):
-        own = trainer(
-            DPOTrainer,
-            ld_alpha=None,
-            precompute_ref_logps=True,
-            f_divergence_type="reverse_kl",
-            loss_types=[kind] if isinstance(kind, str) else list(kind),
-            loss_weights=[1.0] if weights is None else weights,
-            beta=beta,
-            label_smoothing=label_smoothing,
-            use_weighting=False,
-        )
-        reference = (DATA["reference_log_probs"] * MASK).sum(1)
+        attributes = {
+            "args": types.SimpleNamespace(discopop_tau=0.05),
+            "ld_alpha": None,
+            "precompute_ref_logps": True,
+            "f_divergence_type": "reverse_kl",
+            "loss_types": [kind] if isinstance(kind, str) else list(kind),
+            "loss_weights": [1.0] if loss_weights is None else loss_weights,
+            "beta": beta,
+            "label_smoothing": label_smoothing,
+            "use_weighting": False,
+        }
+        own = trainer(DPOTrainer, **attributes | settings)
+        # As TRL precomputes them, with the weights of LD-DPO.
+        lengths = torch.stack(MASK.sum(1).split(PAIRS)).min(0).values.repeat(2)
+        is_tail = MASK.cumsum(1) > lengths[:, None]
+        weights = torch.where(is_tail, 1.0 if own.ld_alpha is None else own.ld_alpha, 1.0)
+        reference = (DATA["reference_log_probs"] * MASK * weights).sum(1)
         inputs = {
             "input_ids": IDS,
             "attention_mask": DATA["attention"],
@@ -121,19 +137,31 @@ def simpo(logits):
 
 def orpo(logits):
     own = trainer(ORPOTrainer, beta=0.2)
-    losses, *both, _, _ = own.odds_ratio_loss(*means(logits))
+    losses, *both, ratio, odds = own.odds_ratio_loss(*means(logits))
     every, text = scores(logits)[0], DATA["attention"][:, 1:].bool()
     nll = -every[:PAIRS][text[:PAIRS]].mean()
-    return nll - losses.mean(), rewards(*both)
+    odds_metrics = {"log_odds_ratio": ratio.item(), "log_odds_chosen": odds.item()}
+    return nll - losses.mean(), rewards(*both) | odds_metrics
 
 
-def kto(logits):
+def cpo(kind):
+    def run(logits):
+        own = trainer(CPOTrainer, alpha=0.0, loss_type=kind, beta=0.2, label_smoothing=0.1 * (kind == "sigmoid"))
+        sums = (scores(logits)[0] * MASK).sum(1).split(PAIRS)
+        losses, *both = own.cpo_loss(*(means(logits) if kind == "ipo" else sums))
+        nll = -scores(logits)[0][:PAIRS][MASK[:PAIRS] == 1].mean()
+        return losses.mean() + 0.5 * nll, rewards(*both)
+
+    return run
+
+
+def kto(logits, loss_type="kto"):
     own = trainer(
         KTOTrainer,
         precompute_ref_logps=True,
-        calculate_KL=True,
+        calculate_KL=loss_type == "kto",
         beta=0.4,
-        loss_type="kto",
+        loss_type=loss_type,
         desirable_weight=1.2,
         undesirable_weight=0.7,
     )
@@ -151,12 +179,20 @@ def kto(logits):
     return loss, {"kl": own._metrics["train"]["kl"][-1]}
 
 
-def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, **settings):
+def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, tools=False, **settings):
     """A policy loss; the prompt is the first id, so all others are completion with their own mask."""
+    learned = MASK * DATA["tool"] if tools else MASK
 
     def run(logits):
         args = types.SimpleNamespace(
-            delta=settings.pop("delta", None), use_bias_correction_kl=settings.pop("corrected", False)
+            delta=settings.pop("delta", None),
+            use_bias_correction_kl=settings.pop("corrected", False),
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
         )
         attributes = {
             "top_entropy_quantile": 1.0,
@@ -184,10 +220,14 @@ def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, *
             "completion_ids": IDS[:, 1:],
             "completion_mask": MASK,
             "advantages": DATA["advantages"],
-            "num_items_in_batch": MASK.sum(),
+            "num_items_in_batch": learned.sum(),
             "ref_per_token_logps": DATA["reference_log_probs"],
             "old_logps": (DATA["old_log_probs"] * MASK).sum(1),
         }
+        if tools:
+            inputs["tool_mask"] = DATA["tool"]
+        if old == "sampler":
+            inputs["sampling_per_token_logps"] = DATA["sampler_log_probs"]
         if old is not None:
             inputs["old_per_token_logps"] = DATA["old_log_probs"]
         if weights is not None:
@@ -218,11 +258,12 @@ def distilled(beta):
     return run
 
 
-def top_k(beta, k=3):
+def top_k(beta, k=3, of_student=False):
     def run(logits):
         teacher, student = (torch.log_softmax(x / TEMPERATURE, -1) for x in (DATA["teacher"], logits))
-        values, ids = teacher.topk(k)
-        both = [_add_tail_bucket(x, torch.ones_like(x, dtype=bool)) for x in (student.gather(-1, ids), values)]
+        ids = (student if of_student else teacher).topk(k).indices
+        both = (student.gather(-1, ids), teacher.gather(-1, ids))
+        both = [_add_tail_bucket(x, torch.ones_like(x, dtype=bool)) for x in both]
         divergence = _jsd_divergence(both[0][0], both[1][0], beta, both[0][1]).sum(-1)
         return (divergence * MASK).sum() / MASK.sum(), {}
 
@@ -240,10 +281,21 @@ CASES = {
     "dpo/nca_pair": dpo("nca_pair"),
     "dpo/bco_pair": dpo("bco_pair"),
     "dpo/sigmoid_norm": dpo("sigmoid_norm"),
-    "dpo/mixture": dpo(("sigmoid", "bco_pair", "sft"), weights=[0.8, 0.2, 0.5]),
+    "dpo/mixture": dpo(("sigmoid", "bco_pair", "sft"), loss_weights=[0.8, 0.2, 0.5]),
+    "dpo/exo_pair": dpo("exo_pair", label_smoothing=0.1),
+    "dpo/discopop": dpo("discopop"),
+    "dpo/aot": dpo("aot", label_smoothing=0.1),
+    "dpo/aot_unpaired": dpo("aot_unpaired"),
+    "dpo/forward_kl": dpo("sigmoid", beta=0.003, f_divergence_type="forward_kl"),
+    "dpo/js_divergence": dpo("ipo", f_divergence_type="js_divergence"),
+    "dpo/alpha_divergence": dpo("hinge", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.4),
+    "dpo/ld": dpo("sigmoid", ld_alpha=0.4),
+    "dpo/wpo": dpo("sigmoid", use_weighting=True),
     "simpo": simpo,
     "orpo": orpo,
+    **{f"cpo/{kind}": cpo(kind) for kind in ("sigmoid", "hinge", "ipo")},
     "kto": kto,
+    "kto/apo_zero_unpaired": lambda logits: kto(logits, "apo_zero_unpaired"),
     "policy/grpo": policy(),
     "policy/grpo on-policy": policy(old=None),
     "policy/two-sided": policy(delta=1.3, epsilon_high=0.28),
@@ -259,6 +311,18 @@ CASES = {
         f"policy/{mode}": policy(weights=lambda mode=mode: sampler_weights(mode, 0.5, 1.5), beta=0.2)
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
+    "tools/grpo": policy(tools=True, beta=0.3),
+    "tools/dapo": policy(tools=True, loss_type="dapo", epsilon_high=0.28),
+    "tools/gspo": policy(tools=True, importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.08),
+    "tools/cispo": policy(tools=True, loss_type="cispo", epsilon_high=1.1),
+    "tools/sapo": policy(tools=True, loss_type="sapo"),
+    "tools/vespo": policy(tools=True, loss_type="vespo"),
+    "tools/luspo": policy(
+        tools=True, loss_type="luspo", importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.08
+    ),
+    "tools/off-policy": policy(tools=True, loss_type="dapo", off_policy_mask_threshold=0.2, old="sampler"),
+    "tools/top entropy": policy(tools=True, loss_type="dapo", top_entropy_quantile=0.4, beta=0.3),
+    "student_top_k/1.0": top_k(1.0, of_student=True),
     **{f"distillation/{beta}": distilled(beta) for beta in (0.0, 0.3, 1.0)},
     **{f"top_k/{beta}": top_k(beta) for beta in (0.0, 0.3, 1.0)},
 }

@@ -23,6 +23,10 @@ from tests.training import tiny
 EXTREME = {
     **LOSSES,
     "orpo": pt.ORPO(),
+    "cpo": pt.CPO(),
+    "aot": pt.DPO(0.3, "aot", 0.1),
+    "aot_unpaired": pt.DPO(0.3, "aot_unpaired", 0.1),
+    "uncertain": pt.GRPO(top_entropy=0.5),
     "chosen": pt.ChosenNLL(),
     "two-sided": pt.GRPO(surrogate=pt.Clip(delta=4.0)),
     "k3": pt.RLOO(kl_term=pt.KL(0.1, "k3"), entropy=0.1),
@@ -108,6 +112,7 @@ def test_losses_of_logits_are_finite():
         "smooth": (training.NextToken(z_loss=1e-3, label_smoothing=0.1), batch),
         "dft": (training.DFT(), batch),
         "teacher": (pt.Distillation(), teacher),
+        "student_top_k": (pt.Distillation(beta=1.0, student_top_k=2), teacher),
         "reverse": (pt.Distillation(beta=1.0), teacher),
         "mixture": (pt.Distillation(beta=0.5), teacher),
     }

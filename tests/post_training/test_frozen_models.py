@@ -1,10 +1,12 @@
 """Losses with a frozen model beside the trained one: a reference or a teacher."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -44,6 +46,23 @@ def test_a_model_beside_itself_is_frozen_as_it_is_now():
     model.embed.w.set_value(model.embed.w[...] + 1)
     np.testing.assert_array_equal(both.frozen.embed.w[...], before)
     np.testing.assert_array_equal(both.trained.embed.w[...], before + 1)
+
+
+def test_a_reference_moves_towards_the_policy():
+    policy, reference = tiny_llama(num_layers=1, vocab=VOCAB), tiny_llama(num_layers=1, vocab=VOCAB, seed=1)
+    run = types.SimpleNamespace(state=training.make_state(pt.WithFrozen(policy, reference), optax.sgd(1.0)))
+    before = jax.tree.map(np.asarray, run.state.model)
+    pt.MovingReference(0.25)(run)
+    after = run.state.model
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    for old, new, p in zip(*map(jax.tree.leaves, (before.frozen, after.frozen, before.trained)), strict=True):
+        np.testing.assert_allclose(new, 0.25 * p + 0.75 * old, rtol=1e-6)
+    assert all(
+        (x == y).all() for x, y in zip(jax.tree.leaves(before.trained), jax.tree.leaves(after.trained), strict=True)
+    )
+    other = types.SimpleNamespace(state=training.make_state(beside(), optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="two equal architectures"):
+        pt.MovingReference()(other)
 
 
 def taught(loss, spread, data):

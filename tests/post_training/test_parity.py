@@ -1,5 +1,6 @@
 """Losses, gradients and metrics equal TRL's on stored arrays (`make_golden.py`): within 5e-5."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from maxlib.post_training._reference import interleaved
 from maxlib.post_training._segments import segment_sums
 from maxlib.training._step import means
 from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
+from tests.training import tiny
 
 DATA = arrays()
 TRL = np.load(Path(__file__).parent / "golden" / "trl.npz")
@@ -30,8 +32,20 @@ PREFERENCES = {
     "dpo/bco_pair": pt.DPO(0.3, "bco_pair"),
     "dpo/sigmoid_norm": pt.DPO(0.3, "sigmoid_norm"),
     "dpo/mixture": pt.MixedPreference(((0.8, pt.DPO(0.3)), (0.2, pt.DPO(0.3, "bco_pair")), (0.5, pt.ChosenNLL()))),
+    "dpo/exo_pair": pt.DPO(0.3, "exo_pair", label_smoothing=0.1),
+    "dpo/discopop": pt.DPO(0.3, "discopop"),
+    "dpo/aot": pt.DPO(0.3, "aot", label_smoothing=0.1),
+    "dpo/aot_unpaired": pt.DPO(0.3, "aot_unpaired"),
+    "dpo/forward_kl": pt.DPO(0.003, divergence="forward_kl"),
+    "dpo/js_divergence": pt.DPO(0.3, "ipo", divergence="js_divergence"),
+    "dpo/alpha_divergence": pt.DPO(0.3, "hinge", divergence="alpha_divergence", alpha=0.4),
+    "dpo/ld": pt.DPO(0.3, ld_alpha=0.4),
+    "dpo/wpo": pt.DPO(0.3, weighted=True),
     "simpo": pt.SimPO(2.0, gamma=0.5, label_smoothing=0.1),
     "orpo": pt.ORPO(0.2),
+    "cpo/sigmoid": pt.CPO(0.2, label_smoothing=0.1, nll_weight=0.5),
+    "cpo/hinge": pt.CPO(0.2, "hinge", nll_weight=0.5),
+    "cpo/ipo": pt.CPO(0.2, "ipo", nll_weight=0.5),
 }
 grpo = functools.partial(pt.GRPO, temperature=TEMPERATURE)
 dapo = functools.partial(pt.DAPO, temperature=TEMPERATURE)
@@ -53,6 +67,15 @@ POLICIES = {
     "policy/token_mask": corrected("token", "zero"),
     "policy/sequence_truncate": corrected("sequence", "clip"),
     "policy/sequence_mask": corrected("sequence", "zero"),
+    "tools/grpo": grpo(kl_term=pt.KL(0.3)),
+    "tools/dapo": dapo(),
+    "tools/gspo": pt.GSPO(temperature=TEMPERATURE, surrogate=pt.Clip(0.05, 0.08)),
+    "tools/cispo": pt.CISPO(temperature=TEMPERATURE, surrogate=pt.TruncatedWeight(1.1)),
+    "tools/sapo": pt.SAPO(temperature=TEMPERATURE),
+    "tools/vespo": pt.VESPO(temperature=TEMPERATURE),
+    "tools/luspo": pt.LUSPO(temperature=TEMPERATURE, surrogate=pt.Clip(0.05, 0.08)),
+    "tools/off-policy": even(off_policy_limit=0.2),
+    "tools/top entropy": even(top_entropy=0.4, kl_term=pt.KL(0.3)),
 }
 # Ours are means by the weights of the loss. Those of losses that average over tokens are TRL's.
 METRICS = {
@@ -144,12 +167,17 @@ def scores(logits):
     return np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), DATA["ids"][:, 1:, None], -1)[..., 0]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies(name):
-    loss = POLICIES[name]
+def policy_rows(name):
     batch = rows("advantages", "old_log_probs", "reference_log_probs", "sampler_log_probs")
+    batch["targets"] = jnp.asarray(targets(DATA, tools=name.startswith("tools")))
     if "on-policy" in name:
         del batch["old_log_probs"]
+    return batch
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(name):
+    loss, batch = POLICIES[name], policy_rows(name)
     run = lambda logits: mean(loss, batch, logits)
     compare(name, lambda logits: run(logits)[0], DATA["logits"])
     if loss.mean == "token":
@@ -157,6 +185,69 @@ def test_policies(name):
         for ours, theirs in METRICS.items():
             if (key := f"{name}:metric/{theirs}") in TRL.files:
                 np.testing.assert_allclose(metrics[ours], TRL[key], atol=5e-5, rtol=5e-5, err_msg=ours)
+
+
+def test_policies_of_packed_rows():
+    """Two sequences in each row."""
+    two_in_a_row = lambda x: x.reshape(PAIRS, 2 * x.shape[1], *x.shape[2:])
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def all_gradients(logits):
+        values = {}
+        for name, loss in POLICIES.items():
+            batch = policy_rows(name)
+            batch["advantages"] = jnp.broadcast_to(batch["advantages"][:, None], batch["tokens"].shape)
+            batch["segment_ids"] *= jnp.array([[1], [2]] * PAIRS)
+            packed = {key: two_in_a_row(x) for key, x in batch.items()}
+            run = lambda logits, loss=loss, packed=packed: mean(loss, packed, two_in_a_row(logits))[0]
+            values[name] = jax.value_and_grad(run)(logits)
+        return values
+
+    for name, (value, gradient) in all_gradients(jnp.asarray(DATA["logits"])).items():
+        np.testing.assert_allclose(value, TRL[f"{name}:loss"], atol=5e-5, rtol=5e-5, err_msg=name)
+        np.testing.assert_allclose(gradient, TRL[f"{name}:gradient"], atol=5e-5, err_msg=name)
+
+
+def test_the_distance_of_the_sampler_from_the_policy():
+    batch = policy_rows("tools/dapo")
+    metrics = mean(dapo(), batch, jnp.asarray(DATA["logits"]))[1]
+    log_p = np.asarray(jax.nn.log_softmax(DATA["logits"] / TEMPERATURE))
+    own = np.take_along_axis(log_p, DATA["ids"][:, 1:, None], -1)[..., 0]
+    gap = (own - DATA["sampler_log_probs"])[targets(DATA, tools=True) >= 0]
+    np.testing.assert_allclose(metrics["sampler_gap"], np.abs(gap).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["sampler_kl"], (np.exp(gap) - gap - 1).mean(), rtol=1e-5)
+
+
+def test_unpaired_preferences_without_a_baseline():
+    batch = rows("reference_log_probs", "desirable")
+    run = lambda loss, logits: mean(loss, batch, jnp.asarray(logits))[0]
+    apo = pt.KTO(0.4, 1.2, 0.7, "apo_zero_unpaired")
+    compare("kto/apo_zero_unpaired", functools.partial(run, apo), DATA["logits"])
+    mask, good = np.asarray(batch["targets"]) >= 0, DATA["desirable"]
+    rewards = 0.4 * np.where(mask, scores(DATA["logits"]) - batch["reference_log_probs"], 0).sum(1)
+    away = rewards - rewards.mean()
+    want = np.where(good, 1.2 * np.logaddexp(0, -away), 0.7 * np.logaddexp(0, away)).mean()
+    np.testing.assert_allclose(run(pt.KTO(0.4, 1.2, 0.7, "bco"), DATA["logits"]), want, rtol=1e-5)
+    batch["kl_baseline"] = jnp.full(len(good), 0.5)
+    away = rewards - 0.4 * 0.5
+    want = np.where(good, 1.2 * np.logaddexp(0, -away), 0.7 * np.logaddexp(0, away)).mean()
+    np.testing.assert_allclose(run(pt.KTO(0.4, 1.2, 0.7, "bco"), DATA["logits"]), want, rtol=1e-5)
+
+
+def test_the_students_likeliest_tokens_and_features():
+    batch = rows() | {"teacher": Head(), "teacher_hidden": jnp.asarray(DATA["teacher"])}
+    run = lambda loss, logits: mean(loss, batch, logits)
+    loss = pt.Distillation(beta=1.0, temperature=TEMPERATURE, student_top_k=3)
+    compare("student_top_k/1.0", lambda logits: run(loss, logits)[0], DATA["logits"])
+    mask = targets(DATA) >= 0
+    want = ((DATA["logits"] - DATA["teacher"]) ** 2).mean(-1)[mask].mean()
+    value, metrics = run(dataclasses.replace(loss, features=0.5), jnp.asarray(DATA["logits"]))
+    np.testing.assert_allclose(metrics["features"], want, rtol=1e-5)
+    np.testing.assert_allclose(value, metrics["divergence"] + 0.5 * want, rtol=1e-5)
+    ids = jnp.zeros((*mask.shape, 2), jnp.int32)
+    stored = rows() | {"teacher_ids": ids, "teacher_log_probs": jnp.zeros(ids.shape) - 1.0}
+    with pytest.raises(ValueError, match="features need a teacher model"):
+        mean(pt.Distillation(features=1.0), stored, jnp.asarray(DATA["logits"]))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

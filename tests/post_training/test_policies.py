@@ -30,6 +30,24 @@ def test_group_advantages():
     np.testing.assert_allclose(by_batch, plain / (np.nanstd(REWARDS, ddof=1) + 1e-4), rtol=1e-6)
 
 
+def test_advantages_over_the_mean():
+    got = pt.group_advantages(REWARDS, scale="mean")
+    np.testing.assert_allclose(got[0], (REWARDS[0] - 0.375) / (0.375 + 1e-4), rtol=1e-6)
+    assert got[2, 1] == 0 and (pt.group_advantages([[0.0, 0.0], [1.0, 0.0]], scale="mean")[0] == 0).all()
+    with pytest.raises(ValueError, match="rewards of at least 0"):
+        pt.group_advantages([[-1.0, 0.0]], scale="mean")
+
+
+def test_the_factor_of_the_entropy_follows_a_target():
+    """Only batches at or below the target get the bonus."""
+    entropy = pt.AdaptiveEntropy(0.008, target=0.2, delta=0.005, high=0.015)
+    batch = lambda h: {"targets": np.array([[1, 2, -1], [3, -1, -1]]), "sampler_log_probs": np.array([[-h] * 3] * 2)}
+    factors = [entropy(batch(h)).tolist() for h in (0.1, 0.19, 0.1, 0.3, 0.3, 0.3, 0.3)]
+    want = [0.013, 0.015, 0.015, 0.0, 0.0, 0.0, 0.0]
+    np.testing.assert_allclose(factors, [[x, x] for x in want], rtol=1e-6)
+    assert entropy.factor == 0
+
+
 def test_leave_one_out():
     got = pt.leave_one_out(REWARDS)
     np.testing.assert_allclose(got[0], [1 - 0.5 / 3, -0.5, 0.5 - 1 / 3, -0.5], rtol=1e-6)
@@ -194,6 +212,29 @@ def test_probabilities_that_the_sampler_did_not_report_weigh_one():
     np.testing.assert_allclose(whole, [[np.e, np.e, np.exp(-2)]], rtol=1e-6)
 
 
+def test_tokens_whose_probability_moved_far_are_left_out():
+    """DPPO's mask, against its formula in float64: p - μ at most 0.2 with the advantage, never against it."""
+    rng = np.random.default_rng(0)
+    (log_p, log_mu), advantages = np.log(rng.uniform(0.05, 0.95, (2, 4, 25))), rng.normal(size=(4, 25))
+    moved, ratio = np.exp(log_p) - np.exp(log_mu), np.exp(log_p - log_mu)
+    low, high = (moved < -0.2) & (advantages < 0), (moved > 0.2) & (advantages > 0)
+    want = np.where(low | high, 0, -ratio * advantages) + 1e-3 * (log_p - log_mu) ** 2
+    arrays = (jnp.asarray(x, jnp.float32) for x in (ratio, advantages, log_p))
+    got = pt.ProbabilityClip()(*arrays)
+    np.testing.assert_allclose(got.loss, want, rtol=2e-5)
+    assert (got.low == low).all() and (got.high == high).all() and low.any() and high.any()
+
+
+def test_sequences_whose_mean_ratio_is_far_are_rejected():
+    """verl's geometric mean, alone and with weights of tokens."""
+    trained, sampler = jnp.array([[-1.0, -1.0, -3.0, -1.0]]), jnp.array([[-1.5, -0.5, -1.0, -1.0]])
+    mask, segment_ids = jnp.ones((1, 4), bool), jnp.array([[1, 1, 2, 2]])  # means of 1 and of e^-1
+    alone = pt.RolloutCorrection(None, keep=(0.5, 1.5))(trained, sampler, mask, segment_ids)
+    np.testing.assert_allclose(alone, [[1, 1, 0, 0]])
+    both = pt.RolloutCorrection("token", high=1.2, keep=(0.5, 1.5))(trained, sampler, mask, segment_ids)
+    np.testing.assert_allclose(both, [[1.2, np.exp(-0.5), 0, 0]], rtol=1e-6)
+
+
 def test_settings_out_of_range():
     with pytest.raises(ValueError, match="beta must be positive"):
         pt.DPO(0.0)
@@ -201,7 +242,13 @@ def test_settings_out_of_range():
         pt.DPO(0.1, "robust", label_smoothing=0.5)
     with pytest.raises(ValueError, match="loss_type must be one of sigmoid, robust, hinge, ipo"):
         pt.DPO(0.1, "IPO")
-    with pytest.raises(ValueError, match="label_smoothing is for 'sigmoid' and 'robust'"):
+    with pytest.raises(ValueError, match="label_smoothing is for sigmoid, robust, exo_pair"):
         pt.DPO(0.1, "hinge", label_smoothing=0.1)
+    with pytest.raises(ValueError, match="label_smoothing must be above 0"):
+        pt.DPO(0.1, "exo_pair")
+    with pytest.raises(ValueError, match="other divergences are for sigmoid"):
+        pt.DPO(0.1, "nca_pair", divergence="forward_kl")
+    with pytest.raises(ValueError, match="VESPO's weight is a correction"):
+        pt.VESPO(correction=pt.RolloutCorrection())
     with pytest.raises(ValueError, match="a MixedPreference takes losses of pairs"):
         pt.MixedPreference(((1.0, pt.DPO()), (1.0, pt.SimPO())))
