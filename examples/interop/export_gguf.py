@@ -1,8 +1,8 @@
 """Exports a Llama and its tokenizer as a GGUF file, for llama.cpp, Ollama and LM Studio.
 
-It writes float16 with the `gguf` package, reads the file back with transformers, and checks that the logits equal
-maxlib's. For 4 or 8 bits run llama.cpp's `llama-quantize` on the file. Needs the extra `gguf`. Other families have
-other names and keys: `gguf.MODEL_TENSORS` lists them.
+It writes float16, or 8 or 4 bits, with the `gguf` package, reads the file back with transformers, and checks that the
+logits equal maxlib's. For the K-quants run llama.cpp's `llama-quantize` on the file. Needs the extra `gguf`. Other
+families have other names and keys: `gguf.MODEL_TENSORS` lists them.
 """
 
 import argparse
@@ -31,6 +31,13 @@ NAMES = {
     "model.layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
 }
 
+FILE_TYPES = {
+    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
+
 
 def export(directory: Path, target: Path, dtype: str = "float16") -> None:
     """Writes the Llama of a Hugging Face directory, such as `maxlib.save_pretrained` makes, as one GGUF file.
@@ -38,7 +45,7 @@ def export(directory: Path, target: Path, dtype: str = "float16") -> None:
     Args:
       directory: with safetensors, config.json, generation_config.json and tokenizer.json.
       target: the file to write.
-      dtype: of the matrices, float16 or float32.
+      dtype: of the matrices, one of `FILE_TYPES`.
 
     Raises:
       ValueError: when the model is no plain Llama.
@@ -50,11 +57,15 @@ def export(directory: Path, target: Path, dtype: str = "float16") -> None:
             f"{directory} must hold a Llama with plain rotary positions, got {config['model_type']}, {rope}"
         )
     writer = gguf.GGUFWriter(target, "llama")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if dtype == "float16" else gguf.LlamaFileType.ALL_F32)
+    kind, file_type = FILE_TYPES[dtype]
+    writer.add_file_type(file_type)
     add_config(writer, config, rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
     add_tokenizer(writer, directory, config["vocab_size"])
     for name, array in tensors(directory, config):
-        writer.add_tensor(name, array.astype(np.float32 if array.ndim == 1 else dtype))  # vectors stay float32
+        if array.ndim == 1:  # vectors stay float32
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -160,5 +171,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=Path, help="a Hugging Face directory with a Llama")
     parser.add_argument("target", nargs="?", type=Path, help="the .gguf file to write")
-    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=FILE_TYPES, default="float16", help="(%(default)s)")
     main(**vars(parser.parse_args()))

@@ -90,5 +90,11 @@ def table(groups: list[list[Row]]) -> Table:
 def described(preset: Row) -> str:
     """Returns what a preset is made of, as one line."""
     attention, features, caches, images, audio = preset.kind
-    cells = (attention, features, f"{caches} caches", "images" if images else "", "audio" if audio else "")
+    cells = (
+        attention,
+        features,
+        f"{caches} caches" if caches else "",
+        "images" if images else "",
+        "audio" if audio else "",
+    )
     return f"{preset.family}: {'; '.join(cell for cell in cells if cell)}"

@@ -16,7 +16,16 @@ STRATEGIES = (
     "cp_ring, cp_gather, cp_ulysses, pp, pp_1f1b, offload_optimizer, offload_layers"
 )
 REMATS = "full, attention, qkv, qkv_offload, dots_except_mlp, dots, minimal, minimal_offload"
-QUANTIZATIONS = ("fp8", "fp8_block", "int8", "int8_gradients")
+QUANTIZATIONS = (
+    "fp8",
+    "fp8_block",
+    "int4_qat",
+    "int4_w4a8_qat",
+    "int8",
+    "int8_gradients",
+    "mxfp4_qat",
+    "nvfp4_qat",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

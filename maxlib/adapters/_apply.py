@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn
-from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained
+from maxlib.adapters._saved_modules import as_parameters, is_saved, not_trained, trained_whole
 from maxlib.nn import sites
 from maxlib.nn.matmul import LowRank
 from maxlib.nn.sites import Kind
@@ -90,7 +90,7 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
 
     A stack whose layers get different adapters gets other groups, so that equal layers are still scanned. Works on
     `jax.eval_shape` of a model, inside `jit`, and on quantized weights (QLoRA, arXiv:2305.14314). Initial values do not
-    depend on the grouping: `a` is uniform in ±1/sqrt(inputs), `b` is zero.
+    depend on the grouping: `a` is uniform in ±1/sqrt(inputs), `b` is zero. An `nn.ScoreHead` is trained as a whole.
 
         tuned = adapters.add(model, adapters.LoRA(rank=8, alpha=16), rngs=nnx.Rngs(0))
 
@@ -114,7 +114,8 @@ def add(model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
     new = jax.eval_shape(change, model) if is_abstract else change(model)
     decide.check()
-    return new
+    # A head of scores is new: it is trained as a whole, as PEFT does (`modules_to_save`).
+    return trained_whole(new, "head.") if isinstance(getattr(new, "head", None), nn.ScoreHead) else new
 
 
 def base_model(model: Model) -> Model:

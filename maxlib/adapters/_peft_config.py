@@ -134,6 +134,7 @@ def make(
     dora: bool,
     rslora: bool,
     base: str | None,
+    task_type: str,
 ) -> dict[str, Any]:
     """Returns the fields of a config. Omitted fields have PEFT's defaults, which have no effect.
 
@@ -147,6 +148,7 @@ def make(
         dora: `use_dora`.
         rslora: `use_rslora`.
         base: Name of the base model.
+        task_type: PEFT's name of what the model is for.
     """
     everything, counts = {**adapters, **experts}, Counter[tuple[int, float]]()
     each = {name: _EXPERT.fullmatch(name) for name in adapters}
@@ -179,7 +181,7 @@ def make(
         "rank_pattern": {name: value[0] for name, value in patterns.items()},
         "target_modules": [*modules],
         "target_parameters": sorted({*parameters, *(".".join(name.split(".")[-2:]) for name in experts)}) or None,
-        "task_type": "CAUSAL_LM",
+        "task_type": task_type,
         "use_dora": dora,
         "use_rslora": rslora,
     }

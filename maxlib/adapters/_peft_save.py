@@ -102,6 +102,7 @@ def save(
         # PEFT doubles rank and alpha of gate and up when it joins them, which changes the scale with rsLoRA.
         rslora=not each and all(level.rslora for _, site in adapted(model) for level in levels(site)),
         base=base,
+        task_type=_task_type(model),
     )
     headers = (Header(name, value.dtype, value.shape) for name, value in sorted(tensors.items()))
     headers = sorted(headers, key=lambda header: -header.dtype.itemsize)
@@ -114,6 +115,14 @@ def save(
     if ignored:
         warnings.warn(f"{directory}: {lines[0]}", stacklevel=2)
     return lines
+
+
+def _task_type(model: Any) -> str:
+    """Returns PEFT's name of what a model is for."""
+    head = getattr(model, "head", None)
+    if not isinstance(head, nn.ScoreHead):
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if head.b is None else "TOKEN_CLS"
 
 
 def _dense_beside_experts(modules: Iterable[str], names: Names) -> list[str]:

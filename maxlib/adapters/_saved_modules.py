@@ -36,6 +36,17 @@ def with_saved(model: Any, values: Mapping[str, Any], trained: Callable[[str], b
     return _map_variables(model, put)
 
 
+def trained_whole(model: Any, prefix: str) -> Any:
+    """Returns the model with the weights of a module marked as saved and trainable; `prefix` begins their paths."""
+
+    def mark(path: str, variable: nnx.Variable) -> nnx.Variable:
+        if not path.startswith(prefix):
+            return variable
+        return nnx.LoRAParam(variable.get_value(), **variable.get_metadata() | {_MARK: True})
+
+    return _map_variables(model, mark)
+
+
 def not_trained(model: Any) -> Any:
     """Returns the model with saved modules that are copied, and no longer trainable."""
 

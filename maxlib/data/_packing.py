@@ -1,8 +1,9 @@
 """Packs documents of any length into rows of one length."""
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grain
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
 
 Overlong = Literal["split", "truncate", "drop", "error"]
+SOURCE_NUMBER = "source_number"
 Policies = Overlong | Mapping[str, Overlong]
 
 
@@ -37,6 +39,7 @@ def pack(
     overlong: Policies = "split",
     images: "Patches | None" = None,
     audio: "Clips | None" = None,
+    sources: Sequence[str] | None = None,
 ) -> grain.IterDataset[Row]:
     """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`.
 
@@ -67,6 +70,8 @@ def pack(
             total and per source.
         images: An empty row that defines the capacity of every row (`ImageProcessor.blank`); None for none.
         audio: The same for clips (`AudioProcessor.blank`).
+        sources: Names of sources. Rows then have `"sources"`, the number of each token's source in this list, which
+            `training.BySource` reads; 0 on padding. Documents need a `"source"`, as those of a `Mixture` have.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
@@ -76,6 +81,9 @@ def pack(
     for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
         check_choice("overlong", policy, get_args(Overlong))
     lengths, room = {"tokens": length, "targets": length}, Room(images, audio)
+    if sources is not None:
+        documents = documents.map(functools.partial(_numbered, names=tuple(sources)))
+        lengths["sources"] = length
     cut = strategy == "first_fit"
     if room.sizes and not cut:
         raise ValueError(
@@ -180,6 +188,8 @@ class _PiecesIterator(CountingIterator):
                 f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
             )
         row, source = tokens_and_targets(document), document.get("source")
+        if SOURCE_NUMBER in document:
+            row["sources"] = np.full(len(row["tokens"]), document[SOURCE_NUMBER], np.int32)
         if not has_media(document):
             no_media = self._room.columns({})
             return [piece | no_media for piece in self._cut_up(self._shortened(row, source))]
@@ -222,6 +232,20 @@ class _PiecesIterator(CountingIterator):
             self.counts[f"{what}_tokens{end}"] += tokens
 
 
+def _numbered(document: Document, *, names: tuple[str, ...]) -> Document:
+    """Returns a document with the number of its source.
+
+    Raises:
+        ValueError: when the source is not among the names.
+    """
+    if document.get("source") not in names:
+        raise ValueError(
+            f"with sources={list(names)}, each document's 'source' must be one of them, got {document.get('source')!r}: "
+            "read it from a data.Mixture, or add its name"
+        )
+    return document | {SOURCE_NUMBER: names.index(document["source"])}
+
+
 def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
     """Reads in the calling thread, because a hanging read in a pool's thread would keep the process from ending."""
     if isinstance(documents, grain.IterDataset):
@@ -233,7 +257,8 @@ def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterData
 
 def _as_row(packed: Row) -> Row:
     segment_ids = packed["tokens_segment_ids"]
-    return {
+    sources = {"sources": packed["sources"]} if "sources" in packed else {}
+    return sources | {
         "tokens": packed["tokens"],
         "targets": np.where(segment_ids == 0, np.int32(-1), packed["targets"]),
         "segment_ids": segment_ids,

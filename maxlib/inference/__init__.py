@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
+    from maxlib.inference._bits_per_byte import BitsPerByte as BitsPerByte
+    from maxlib.inference._bits_per_byte import Cloze as Cloze
+    from maxlib.inference._bits_per_byte import rolling_windows as rolling_windows
+    from maxlib.inference._bits_per_byte import score_documents as score_documents
     from maxlib.inference._chat import Chat as Chat
     from maxlib.inference._chat import stop_tokens as stop_tokens
     from maxlib.inference._continuous import LocalEngine as LocalEngine

@@ -17,15 +17,21 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from maxlib import nn, sharding
+from maxlib.hardware import current_device
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
+from maxlib.nn import sites
 
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 Audio = nn.audio.Clips
+Source = nn.Source | nn.Encoded
 
 
 class Generator:
     """A model prepared for decoding: layers are unstacked and matrices cast to `dtype` once.
+
+    On CPUs, which multiply few bits slowly, weights of few bits are dequantized to `dtype` once; where activations are
+    rounded too, they stay as they are.
 
     To run on several devices, call it inside `sharding.use(layout)`: parameters, caches and steps are sharded
     accordingly.
@@ -47,7 +53,7 @@ class Generator:
                 "the target, "
                 "and pass this model as drafter= to inference.speculate"
             )
-        self.model = cast_matrices(nn.unstack(model), dtype)
+        self.model = cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
@@ -78,6 +84,7 @@ class Generator:
         max_new_tokens: SupportsIndex,
         images: Images | None = None,
         audio: Audio | None = None,
+        source: Source | None = None,
         sampler: Sampler = GREEDY,
         stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
@@ -89,6 +96,7 @@ class Generator:
             max_new_tokens=max_new_tokens,
             images=images,
             audio=audio,
+            source=source,
             sampler=sampler,
             stop_token_ids=stop_token_ids,
             key=key,
@@ -108,6 +116,7 @@ class Generator:
         max_new_tokens: SupportsIndex,
         images: Images | None = None,
         audio: Audio | None = None,
+        source: Source | None = None,
         sampler: Sampler = GREEDY,
         stop_token_ids: StopIds = (),
         key: Key[Array, ""] | None = None,
@@ -122,6 +131,8 @@ class Generator:
                 `pixel_values` of Hugging Face's processors; `nn.vision.pad_patches` of them for images of any size).
             audio: For models that hear: all clips of all prompts in the order of their placeholders
                 (`nn.audio.pad_clips`).
+            source: For encoder-decoders: what the encoder reads for each prompt, which is then the beginning of the
+                decoder's text; or the encoder's output.
             sampler: Draws tokens; greedy by default.
             stop_token_ids: Ids that end a prompt's completion and are its last token, as in an `Engine`.
             key: Random key for sampling. Without it each call of this generator uses a new key, in the same order in
@@ -142,7 +153,7 @@ class Generator:
             capacity = min(shared_capacity(longest + count), getattr(self.model, "max_length", None) or 1 << 62)
         capacity = integer("capacity", capacity)
         check_room(longest, count, capacity)
-        seen = check_inputs(self.model, right_padded(texts)[0], images, audio)
+        seen = check_inputs(self.model, right_padded(texts)[0], images, audio, source)
         keys = jax.random.split(self._keys(key), len(texts))
         return self._steps(texts, seen, count, sampler, stop, keys, capacity)
 
@@ -180,6 +191,7 @@ def generate(
     max_new_tokens: SupportsIndex,
     images: Images | None = None,
     audio: Audio | None = None,
+    source: Source | None = None,
     sampler: Sampler = GREEDY,
     stop_token_ids: StopIds = (),
     key: Key[Array, ""] | None = None,
@@ -193,6 +205,7 @@ def generate(
         max_new_tokens: Maximum number of new tokens per prompt.
         images: All images of all prompts, for models that read images.
         audio: All clips of all prompts, for models that hear.
+        source: What the encoder of an encoder-decoder reads, a row for each prompt.
         sampler: Draws tokens; greedy by default.
         stop_token_ids: Ids that end a prompt's completion and are its last token.
         key: Random key for sampling. Without it each call draws anew, in the same order in every run.
@@ -209,6 +222,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         images=images,
         audio=audio,
+        source=source,
         sampler=sampler,
         stop_token_ids=stop_token_ids,
         key=_keys(key),
@@ -283,6 +297,25 @@ def _draw(model, hidden, keys, step, sampler: Callable):
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
+def _unpacked(model: Any, dtype: Any) -> Any:
+    """Returns the model with dequantized weights if it runs on CPUs, see `Generator`."""
+    if current_device()[0] != "cpu":
+        return model
+
+    def unpack(path: str, site: Any) -> Any:
+        matmul = getattr(site, "matmul", nn.matmul.PlainMatmul())
+        while isinstance(matmul, nn.matmul.LowRank):
+            matmul = matmul.inner
+        if not isinstance(site.w, nn.quantized.QuantizedWeight) or not isinstance(matmul, nn.matmul.PlainMatmul):
+            return site
+        # Weights that an update lacks are arrays of numpy, see `_converted`.
+        absent = isinstance(site.w.values.get_value(), np.ndarray)
+        w = np.broadcast_to(False, site.w.shape) if absent else site.w[...].astype(dtype)
+        return sites.replace(site, w=nnx.Param(w, axes=sites.axes_of(site)))
+
+    return sites.map_sites(model, unpack)
+
+
 def cast_matrices(model: Any, dtype: Any) -> Any:
     """Casts weights of matmuls, unless quantized; norm scales and biases keep their dtype, as in training."""
 
@@ -317,6 +350,7 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
     """
     absent = jax.tree.map(lambda x: np.broadcast_to(False, x.shape), shapes)  # takes no memory
     new = nn.unstack(nn.combine(weights, absent) if isinstance(weights, dict) else weights)
+    new = _unpacked(new, jnp.float32)  # cast below
     _check_shapes(like, new)
     if jax.tree.structure(new) != jax.tree.structure(like):
         raise ValueError("update takes a model of the same structure; make a new Generator for another model")
@@ -327,10 +361,15 @@ def _converted(shapes: Any, like: Any, weights: Any) -> list[Array | None]:
 
 
 def check_inputs(
-    model: Any, tokens: np.ndarray, images: Images | None, audio: Audio | None = None
-) -> dict[str, Images | Audio]:
+    model: Any,
+    tokens: np.ndarray,
+    images: Images | None,
+    audio: Audio | None = None,
+    source: Source | None = None,
+) -> dict[str, Images | Audio | Source]:
     """Returns the inputs besides tokens. They are checked here, because ids are not known inside jit."""
-    inputs = {name: x for name, x in (("images", images), ("audio", audio)) if x is not None}
+    inputs = {"images": images, "audio": audio, "source": source}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
     if isinstance(model, nn.MultimodalModel):
         model.check_inputs(tokens, **inputs)
     elif inputs:

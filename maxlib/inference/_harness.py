@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 from rich.progress import track
 
+from maxlib.inference._bits_per_byte import score_documents
 from maxlib.inference._chat import read_model, stop_tokens
 from maxlib.inference._generate import Generator
 from maxlib.inference._sampling import GREEDY, Sampler
@@ -206,18 +207,9 @@ class Harness(_TemplateLM):
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Sums the log-probabilities of all tokens of each text, window by window."""
-        from lm_eval import utils
-
-        windows = [
-            ((n, ""), *utils.make_disjoint_window(window))
-            for n, request in enumerate(requests)
-            for window in utils.get_rolling_token_windows(
-                self.tok_encode(*request.args), self._bos, self.max_length, context_len=1
-            )
-        ]
-        totals = [0.0] * len(requests)
-        for ((n, _), *_), (value, _) in zip(windows, self._scores(windows, disable_tqdm), strict=True):
-            totals[n] += value
+        documents = [self.tok_encode(*request.args) for request in requests]
+        sizes = {"batch_size": self._batch, "max_length": self.max_length}
+        totals = score_documents(self.generator, documents, prefix=self._bos, **sizes)
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

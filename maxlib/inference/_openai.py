@@ -94,7 +94,8 @@ class _Choice:
     """One completion of a request: its text, tool calls and log-probabilities for the client."""
 
     def __init__(self, request: Request, writer: TextWriter, tool_format: ToolFormat | None, tools: Any):
-        self.request, self._writer, self._format, self._tools = request, writer, tool_format, tools
+        self.request, self._writer, self._tools = request, writer, tools
+        self._format: ToolFormat | None = tool_format
         self.tool_calls: list[ToolCall] = []
         self.reasoning, self._text, self._num_written = "", "", 0
 
@@ -184,7 +185,8 @@ class _Server:
         api_key: str | None,
     ):
         self.engine, self.tokenizer, self.name, self.template = engine, tokenizer, name, template
-        self.ends, self.tool_format, self.api_key = ends, tool_format, api_key
+        self.ends, self.api_key = ends, api_key
+        self.tool_format: ToolFormat | None = tool_format
         self.max_length, self.max_body, self.max_waiting = max_length, max_body, max_waiting
         self._started = int(time.time())
         self._counters = {"requests": 0, "errors": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -24,6 +25,7 @@ class TextDecoder(nn.Decoder):
         kinds: The kind of each layer, or the number of layers that are all alike.
         embed_init: Initializer of the embedding.
         plus_one: True adds one to the weights of the norm.
+        norm: The norm before the head; None means an RMSNorm.
         rngs: Source of initial values.
     """
 
@@ -35,12 +37,13 @@ class TextDecoder(nn.Decoder):
         *,
         embed_init: Any = None,
         plus_one: bool = False,
+        norm: Any = None,
         rngs: nnx.Rngs,
     ):
         self.cfg = cfg
         self.embed = nn.Embed(cfg.vocab, cfg.dim, init=embed_init, rngs=rngs)
         self.layers = nn.Stack(block, kinds, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=plus_one)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=plus_one) if norm is None else norm
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
 
 
@@ -65,19 +68,20 @@ class PreNorm(nn.Layer):
     leaves out is skipped.
     """
 
-    attn_norm: nn.RMSNorm | None = None
-    attn_post_norm: nn.RMSNorm | None = None
+    attn_norm: Any = None
+    attn_post_norm: Any = None
     delta: Any = None
     conv: Any = None
-    mlp_norm: nn.RMSNorm | None = None
-    mlp_post_norm: nn.RMSNorm | None = None
+    mamba: Any = None
+    mlp_norm: Any = None
+    mlp_post_norm: Any = None
     mlp: Any = None
     moe: Any = None
 
     @property
     def mixer(self) -> Any:
         """The layer that mixes tokens."""
-        return self.attn or self.delta or self.conv
+        return self.attn or self.delta or self.conv or self.mamba
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.mixer(x if self.attn_norm is None else self.attn_norm(x), ctx, cache)
@@ -89,6 +93,49 @@ class PreNorm(nn.Layer):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns the mixer's empty cache."""
         return self.mixer.init_cache(batch, capacity, dtype)
+
+
+class CrossPreNorm(PreNorm):
+    """`PreNorm` with a branch of `cross`, attention to an encoder's output, after `attn`; it reads `cross_norm(x)`."""
+
+    cross: nn.CrossAttention
+    cross_norm: Any
+    cross_post_norm: nn.RMSNorm | None = None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        of_attn, of_cross = (None, None) if cache is None else cache
+        h, of_attn = self.attn(self.attn_norm(x), ctx, of_attn)
+        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
+        h, of_cross = self.cross(self.cross_norm(x), ctx, of_cross)
+        x = nn.residual(x, h, "cross_attn", norm=self.cross_post_norm)
+        x = nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm)
+        return x, None if cache is None else (of_attn, of_cross), {}
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns the empty caches of both attentions."""
+        return self.attn.init_cache(batch, capacity, dtype), self.cross.init_cache(batch, capacity, dtype)
+
+
+class Parallel(nn.Layer):
+    """Layer whose branches read the same residual stream, `x + attn(attn_norm(x)) + mlp(mlp_norm(x))`.
+
+    A subclass makes `attn_norm`, `attn` and `mlp`, and `mlp_norm` unless both branches share one norm.
+    """
+
+    attn_norm: Any
+    mlp: Any
+    mlp_norm: Any = None
+
+    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        normed = self.attn_norm(x)
+        h, cache = self.attn(normed, ctx, cache)
+        mlp = self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
+        return nn.residual(nn.residual(x, h, "attn"), mlp, "mlp"), cache, {}
+
+
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `max(x, 0)^2`."""
+    return jnp.square(jax.nn.relu(x))
 
 
 def attention(

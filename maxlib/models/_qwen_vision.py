@@ -89,12 +89,12 @@ class Block(nn.vision.EncoderBlock):
 class Merger(nnx.Module):
     """Makes one vector of the text's width from each square of patches: a norm, before or after joining, and an MLP."""
 
-    def __init__(self, cfg: Vision, text_dim: int, *, norm_first: bool, rngs: nnx.Rngs):
-        F = cfg.dim * cfg.merge**2
-        self.norm = nn.LayerNorm(cfg.dim if norm_first else F, eps=1e-6)
+    def __init__(self, dim: int, merge: int, text_dim: int, *, norm_first: bool, rngs: nnx.Rngs):
+        F = dim * merge**2
+        self.norm: Any = nn.LayerNorm(dim if norm_first else F, eps=1e-6)
         self.up = nn.Einsum("...E,FE->...F", (F, F), ("mlp", "vision"), bias=True, rngs=rngs)
         self.down = nn.Einsum("...F,DF->...D", (text_dim, F), ("embed", "mlp"), bias=True, rngs=rngs)
-        self.norm_first, self.squared = norm_first, cfg.merge**2
+        self.norm_first, self.squared = norm_first, merge**2
 
     def __call__(self, x: Float[Array, "R P E"]) -> Float[Array, "R S D"]:
         x = self.norm(x) if self.norm_first else x
@@ -120,8 +120,9 @@ class QwenVision(nnx.Module):
         self.positions = nnx.Param(init(rngs.params(), (cfg.num_positions, E), jnp.float32), axes=("position", "embed"))
         keep = [i in cfg.deepstack for i in range(cfg.num_layers)]
         self.layers = nn.Stack(lambda keep, rngs: Block(cfg, keep=keep, rngs=rngs), keep, rngs=rngs)
-        self.merger = Merger(cfg, text_dim, norm_first=True, rngs=rngs)
-        self.mergers = nnx.List([Merger(cfg, text_dim, norm_first=False, rngs=rngs) for _ in cfg.deepstack])
+        m = cfg.merge
+        self.merger = Merger(E, m, text_dim, norm_first=True, rngs=rngs)
+        self.mergers = nnx.List([Merger(E, m, text_dim, norm_first=False, rngs=rngs) for _ in cfg.deepstack])
         self.shape, self.merge, self.side = (3, cfg.frames, p, p), cfg.merge, math.isqrt(cfg.num_positions)
         self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta)
 

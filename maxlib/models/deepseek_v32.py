@@ -1,19 +1,23 @@
 """DeepSeek V3.2 (DeepSeek-AI 2025) and GLM-5 (GLM team 2026): DeepSeek V3 whose queries attend to the 2048 keys that an
-indexer chooses.
+indexer chooses; from GLM 5.1 on, neighbouring layers share a choice.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxlib import nn
 from maxlib.models._layers import TextDecoder, deepseek_experts, latent_scale
 from maxlib.models._sizes import ExpertSizes, LatentSizes, MTPSizes, mtp_table
 from maxlib.ops import Rope, YarnScaling
+from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
+
+CHOOSES, SHARES = "full", "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,22 @@ class Config(LatentSizes, ExpertSizes, MTPSizes):
     index_heads: int  # of the indexer ...
     index_dim: int
     index_top: int  # ... and how many keys it chooses
+    index_types: tuple[str, ...] | None = None  # CHOOSES or SHARES for each layer; None: all choose
     routed_scale: float = 2.5
     index_loss: nn.IndexLoss | None = None  # trains the indexers
+
+    def __post_init__(self):
+        types = self.index_types or (CHOOSES,)
+        if types[0] != CHOOSES or len(types) != (self.num_layers if self.index_types else 1):
+            raise ValueError(
+                f"index_types must name {self.num_layers} layers, of which the first chooses, got {self.index_types}"
+            )
+
+    @property
+    def kinds(self) -> list[tuple[bool, bool]]:
+        """Whether each layer has a plain MLP, and whether it attends to the choice of the layer before it."""
+        types = self.index_types or (CHOOSES,) * self.num_layers
+        return [(dense, kind == SHARES) for dense, kind in zip(self.dense, types, strict=True)]
 
     @property
     def index_rope(self) -> Rope:
@@ -34,25 +52,38 @@ class Config(LatentSizes, ExpertSizes, MTPSizes):
         return replace(self.rope, interleaved=self.is_glm)
 
 
-class Block(nn.Layer):
-    """Pre-norm layer of sparse latent attention, with an MLP in the first `num_dense` and experts in all others."""
+class SharedChoice(NamedTuple):
+    """What passes from layer to layer where they share choices: `x`, and the chosen keys; none if all are visible."""
 
-    def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
+    x: Float[Array, "B T D"]
+    best: Int[Array, "B T K"] | None
+
+
+class Block(nn.Layer):
+    """Pre-norm layer of sparse latent attention, with an MLP in the first `num_dense` and experts in all others.
+
+    Where layers share choices, the stream `B T D` comes and goes with the chosen keys, `B T K`.
+    """
+
+    def __init__(self, cfg: Config, *, dense: bool, shared: bool = False, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = _attention(cfg, rngs=rngs)
+        self.attn = _attention(cfg, shared=shared, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else deepseek_experts(cfg, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache, loss = self.attn.with_loss(self.attn_norm(x), ctx, cache)
+    def __call__(self, x: Float[Array, "B T D"] | SharedChoice, ctx: nn.Context, cache: Any = None):
+        x, best = x if isinstance(x, SharedChoice) else SharedChoice(x, None)
+        few = best is not None and not best.shape[2]  # keys, so that all are attended to
+        h, cache, loss, chosen = self.attn.with_choice(self.attn_norm(x), ctx, cache, None if few else best)
         x = nn.residual(x, h, "attn")
         h = self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp"), cache, aux | loss
+        x = nn.residual(x, h, "mlp")
+        return x if best is None else SharedChoice(x, best if few else chosen), cache, aux | loss
 
 
-def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
+def _attention(cfg: Config, *, shared: bool, rngs: nnx.Rngs) -> nn.SparseMLA:
     # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, a rotary key of 64 and an index key of 128.
     # The norms of the latents have the default epsilon, whatever `norm_eps`.
     return nn.SparseMLA(
@@ -69,6 +100,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
         index_rope=cfg.index_rope,
         top_k=cfg.index_top,
         index_loss=cfg.index_loss,
+        shared=shared,
         rngs=rngs,
     )
 
@@ -77,29 +109,60 @@ class DeepSeekV32(TextDecoder):
     """DeepSeek V3.2: the cost of attention to a long text is that of its indexer, once kernels skip what is hidden."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        super().__init__(cfg, lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), cfg.dense, rngs=rngs)
+        def block(kind: tuple[bool, bool], rngs: nnx.Rngs) -> Block:
+            return Block(cfg, dense=kind[0], shared=kind[1], rngs=rngs)
+
+        super().__init__(cfg, block, cfg.kinds, rngs=rngs)
         blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
         self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
+
+    def enter(self, x: Float[Array, "B T D"], *, cache: Any = None, **inputs: Any) -> tuple[Any, nn.Context]:
+        """Prepares the input of the first layer, with room for a choice if layers share one."""
+        x, ctx = super().enter(x, cache=cache, **inputs)
+        if self.cfg.index_types is None:
+            return x, ctx
+        keys, loss = x.shape[1] if cache is None else cache.capacity, self.cfg.index_loss
+        chooses = keys > self.cfg.index_top and not (cache is None and loss is not None and loss.dense)
+        best = jnp.zeros((*x.shape[:2], self.cfg.index_top if chooses else 0), jnp.int32)
+        return SharedChoice(x, constrain(best, "batch", "seq", None)), ctx
+
+    def layer_inputs(self, x: Any, ctx: nn.Context) -> None:
+        """Returns None: text has no inputs of single layers."""
+
+    def leave(self, x: Any, ctx: nn.Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head."""
+        return super().leave(x.x if isinstance(x, SharedChoice) else x, ctx)
 
 
 DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
 
 
 def _read_kind(hf: HFConfig, c: Any) -> bool:
-    if c.model_type != GLM:
-        return False
-    hf.require("indexer_rope_interleave", True)
-    # Which layers choose, in three spellings; the others of GLM 5.1 take the choice of a layer before them.
+    if c.model_type == GLM:
+        hf.require("indexer_rope_interleave", True)
+    return c.model_type == GLM
+
+
+def _read_index_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
+    """Reads which layers choose, in one of three spellings; the others take the choice of the layer before them."""
+    if not c.is_glm:
+        return None
     types, letters = hf.take("indexer_types", None, kind=list), hf.take("index_topk_pattern", None, kind=object)
-    every = hf.take("index_topk_freq", 1)
-    hf.ignore("index_skip_topk_offset")  # says where every so many begin
-    full = set(types) == {"full"} if types else set(letters) <= {"F", "full"} if letters else every <= 1
-    if not full:
+    every, offset = max(hf.take("index_topk_freq", 1), 1), hf.take("index_skip_topk_offset", 2)
+    if types is None and letters is not None:
+        types = [{"F": CHOOSES, "S": SHARES}.get(letter, letter) for letter in letters]
+    elif types is None:
+        types = [SHARES if max(i - offset + 1, 0) % every else CHOOSES for i in range(c.num_layers)]
+    if len(types) != c.num_layers or types[0] != CHOOSES or not {*types} <= {CHOOSES, SHARES}:
         raise ValueError(
-            f"{hf.where('indexer_types')} must be 'full' for each layer (index_topk_freq 1): a "
-            f"choice that layers share is not computed, got {types or letters or every}"
+            f"{hf.where('indexer_types')} must be {CHOOSES!r} or {SHARES!r} for each of {c.num_layers} layers, the first "
+            f"one {CHOOSES!r}, got {types}"
         )
-    return True
+    return tuple(types) if SHARES in types else None
+
+
+def _write_index_types(types: tuple[str, ...] | None, cfg: Any) -> dict[str, Any]:
+    return {"indexer_types": list(types or [CHOOSES] * cfg.num_layers)} if cfg.is_glm else {}
 
 
 def _either(deepseek: Any, glm: Any) -> Callable[[Any], Any]:
@@ -109,12 +172,9 @@ def _either(deepseek: Any, glm: Any) -> Callable[[Any], Any]:
 FIELDS = Fields(
     Config,
     [
-        Computed(
-            "is_glm",
-            _read_kind,
-            lambda is_glm, cfg: {"indexer_types": ["full"] * cfg.num_layers} if is_glm else {},
-        ),
+        Computed("is_glm", _read_kind, lambda is_glm, cfg: {}),
         *fields.DECODER,
+        Computed("index_types", _read_index_types, _write_index_types),
         fields.num_dense(absent=3),
         fields.MLP,
         *fields.DEEPSEEK_EXPERTS,

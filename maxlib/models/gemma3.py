@@ -32,6 +32,7 @@ class Config(AttentionSizes):
     query_scalar: int = 256  # scores are divided by its square root
     tied: bool = True
     attention_bias: bool = False
+    bidirectional: bool = False  # an encoder: tokens attend to later ones, local layers to half a window on each side
     vision: Vision | None = None
 
     def __post_init__(self):
@@ -75,6 +76,8 @@ def _norm(cfg: Config, dim: int) -> nn.RMSNorm:
 
 
 def _mask_and_rope(cfg: Config, kind: str) -> tuple[ops.Mask, Rope]:
+    if cfg.bidirectional:
+        return (ops.Full(), cfg.rope) if kind == GLOBAL else (ops.LocalWindow(cfg.window // 2), cfg.local_rope)
     # Tokens of one image attend to each other in both directions, within the window.
     both_ways = ops.Causal() | ops.BidirectionalBlocks()
     return (both_ways, cfg.rope) if kind == GLOBAL else (both_ways & ops.SlidingWindow(cfg.window), cfg.local_rope)
@@ -131,12 +134,12 @@ TEXT = Fields(
         fields.layer_types(LOCAL, GLOBAL, usual=lambda c: _pattern(c.num_layers), absent=_by_period),
         Field("query_scalar", "query_pre_attn_scalar"),
         fields.ATTENTION_BIAS,
+        Field("bidirectional", "use_bidirectional_attention"),
     ],
     model_types={"gemma3_text": "Gemma3ForCausalLM"},
     fixed={"hidden_activation": GELU},
     fixed_if_present={
         "hidden_act": GELU,
-        "use_bidirectional_attention": (None, False),
         "attn_logit_softcapping": (None, False),
         "final_logit_softcapping": (None, False),
     },

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.models._layers import sigmoid_router
+from maxlib.models._layers import sigmoid_router, squared_relu
 from maxlib.models._sizes import RouterSizes
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
@@ -72,11 +71,6 @@ class Block(nn.Layer):
         """Returns an empty cache: keys and values, a state, or nothing."""
         mixer = self.attn or self.mamba
         return () if mixer is None else mixer.init_cache(batch, capacity, dtype)
-
-
-def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `max(x, 0)^2`."""
-    return jnp.square(jax.nn.relu(x))
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:

@@ -39,8 +39,8 @@ def residual(
 
     Args:
         x: The stream.
-        h: The output of attention or of the MLP.
-        name: Name of `h` for remat policies, "attn" or "mlp".
+        h: The output of an attention or of the MLP.
+        name: Name of `h` for remat policies: "attn", "cross_attn" or "mlp".
         norm: A norm of `h` after the branch; policies keep what it reads.
     """
     h = checkpoint_name(h, name)

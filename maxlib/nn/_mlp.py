@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -35,17 +36,27 @@ class GatedMLP(nnx.Module):
         mlp_dim: Hidden width F.
         act: Activation of the gate, such as `jax.nn.gelu`.
         bias: True adds biases to all three projections.
+        limit: Clips the gate from above, and up to `[-limit, limit]` (DeepSeek V4); None for no limit.
         rngs: Source of initial values.
 
     Raises:
         TypeError: when `act` is not a function.
     """
 
-    def __init__(self, dim: int, mlp_dim: int, *, act: Callable = jax.nn.silu, bias: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        act: Callable = jax.nn.silu,
+        bias: bool = False,
+        limit: float | None = None,
+        rngs: nnx.Rngs,
+    ):
         self.gate = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.up = Einsum("...D,FD->...F", (mlp_dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
         self.down = Einsum("...F,DF->...D", (dim, mlp_dim), ("embed", "mlp"), bias=bias, rngs=rngs)
-        self.act = check_act(act)
+        self.act, self.limit = check_act(act), limit
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Applies the layer to each token."""
@@ -57,6 +68,8 @@ class GatedMLP(nnx.Module):
         return jax.checkpoint(self._down, prevent_cse=False)(gate, up)
 
     def _down(self, gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... D"]:
+        if self.limit is not None:
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         # [..., F] -> [..., D]
         return self.down(_constrain_hidden(self.act(gate) * up))
 

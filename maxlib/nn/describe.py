@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.text import to_text
+from maxlib.nn._position_bias import RelativeBias
 from maxlib.nn.cache import layer_caches
 from maxlib.nn.decoder._positions import LearnedPositions
 from maxlib.nn.experts._moe import MoE
@@ -17,7 +18,7 @@ from maxlib.nn.norm import LayerNorm
 from maxlib.nn.per_layer import PerLayerEmbed
 from maxlib.nn.stack import Stack
 from maxlib.nn.tree import axes, num_parameters, own_axes, pattern_paths, variables
-from maxlib.ops import Chunked, Mask, MRope, Rope, SlidingWindow
+from maxlib.ops import Chunked, LocalWindow, Mask, MRope, Rope, SlidingWindow
 from maxlib.sharding.layers import num_layer_axes
 
 Kind = TypeVar("Kind")
@@ -59,6 +60,8 @@ def _labels(model: Any) -> Iterator[str]:
     stacks = _stacks(model)
     if _all(LearnedPositions, model):
         yield "learned positions"
+    if _all(RelativeBias, model):
+        yield "relative position bias"
     ropes, mropes = _static(Rope, stacks), _static(MRope, stacks)
     if mropes:
         yield "M-RoPE"
@@ -70,6 +73,8 @@ def _labels(model: Any) -> Iterator[str]:
     masks = [part for mask in _static(Mask, stacks) for part in _parts(mask)]
     if any(isinstance(mask, SlidingWindow) for mask in masks):
         yield "sliding window"
+    if any(isinstance(mask, LocalWindow) for mask in masks):
+        yield "local window"
     if any(isinstance(mask, Chunked) for mask in masks):
         yield "chunked attention"
     if _all(LayerNorm, *stacks):
@@ -99,6 +104,8 @@ def input_names(model: Any) -> tuple[str, ...]:
 def cache_kinds(model: Any) -> tuple[str, ...]:
     """Names the kinds of the layers' caches: `full`, `ring` (sliding window), `latent`, or another cache's name."""
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
+    if not getattr(model, "has_cache", True):
+        return ()
     capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
     # A cache without a name has that of its class.

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
@@ -65,6 +66,11 @@ class PlainMatmul:
         )
 
 
+def _read(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Names what adapters read, for `nn.with_dropout`."""
+    return checkpoint_name(x, "lora_input")
+
+
 class LowRank(nnx.Module):
     """Matmul of an adapted weight: `gain * (w + scale * b @ a)` (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353).
 
@@ -114,7 +120,7 @@ class LowRank(nnx.Module):
             x = jnp.einsum(f"{of_x},{of_gain}->{of_x}", x, gain)
         a, b = jnp.asarray(self.a[...], x.dtype), jnp.asarray(self.b[...], x.dtype)
         # In the order with the fewest operations: multiply x by one factor, and the result by the other.
-        low = jnp.einsum(f"{of_x},{of_a},{of_b}->{of_y}", x, a, b, optimize="optimal")
+        low = jnp.einsum(f"{of_x},{of_a},{of_b}->{of_y}", _read(x), a, b, optimize="optimal")
         y = self.inner.einsum(spec, x, w) + self.scale * low
         return jnp.einsum(f"{of_y},{of_gain}->{of_y}", y, gain) if gain is not None and late else y
 
@@ -128,7 +134,7 @@ class LowRank(nnx.Module):
         """Multiplies rows by the adapted matrices of their experts."""
         a, b = jnp.asarray(self.a[...], rows.dtype), jnp.asarray(self.b[...], rows.dtype)
         # [M, I] -> [M, rank] -> [M, O]
-        low = ops.grouped_matmul(ops.grouped_matmul(rows, a, rows_per_expert), b, rows_per_expert)
+        low = ops.grouped_matmul(ops.grouped_matmul(_read(rows), a, rows_per_expert), b, rows_per_expert)
         y = self.inner.grouped(rows, w, rows_per_expert, weight_order) + self.scale * low
         if self.magnitude is None:
             return y

@@ -30,6 +30,7 @@ class SequenceMixer(nnx.Module):
             tokens so that all devices of a split sequence have equal work under a causal mask (zigzag).
         quantizable_cache: True if `init_cache` accepts int8 and float8.
         probes_scores: True if `queries_and_keys` is implemented.
+        takes_position_bias: True if its scores are those of `ctx.position_bias` too, or not those of self-attention.
         kind: Its name in tables, such as "GQA"; None means the name of the class.
         features: Labels, for tables, of the options that distinguish it from others of its kind.
     """
@@ -38,6 +39,7 @@ class SequenceMixer(nnx.Module):
     reorderable: ClassVar[bool] = False
     quantizable_cache: ClassVar[bool] = False
     probes_scores: ClassVar[bool] = False
+    takes_position_bias: ClassVar[bool] = False
     kind: ClassVar[str | None] = None
     features: ClassVar[tuple[str, ...]] = ()
 
@@ -98,6 +100,17 @@ def check_order(stack: Any, ctx: Any) -> None:
             f"tokens are in zigzag order, but {', '.join(names) or 'layers without a SequenceMixer'} must get them in "
             "natural order: omit `zigzag_shard`, as nn.Decoder does for such layers, or set reorderable = True on "
             "a layer that uses ctx.index"
+        )
+
+
+def check_position_bias(stack: Any, ctx: Any) -> None:
+    """Raises ValueError if there is a position bias that attention of a layer would leave out."""
+    if getattr(ctx, "position_bias", None) is None:
+        return
+    others = {type(m).__name__ for m in mixers(stack) if m.op == "attention" and not m.takes_position_bias}
+    if others:
+        raise ValueError(
+            f"{', '.join(sorted(others))} does not add a position bias to its scores: use nn.Attention, or no position_bias"
         )
 
 

@@ -106,21 +106,80 @@ class LayerNorm(nnx.Module):
         dim: Size of the last axis.
         eps: Added to the variance.
         bias: False leaves out the bias.
+        plus_one: True multiplies by `1 + scale`, as Nemotron stores its weights.
     """
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True):
-        self.scale = nnx.Param(jnp.ones(dim), axes=("norm",))
+    def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True, plus_one: bool = False):
+        self.scale = nnx.Param(jnp.zeros(dim) if plus_one else jnp.ones(dim), axes=("norm",))
         self.bias = nnx.Param(jnp.zeros(dim), axes=("norm",)) if bias else None
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalizes the last axis, in the dtype of `x`."""
         check_ends(x, "D", self.scale.shape, "the norm")
-        x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        x32 = scaled(x32, jax.lax.rsqrt(inner(x32, x32) / x.shape[-1] + self.eps))
+        x32 = _standardized(x, self.eps)
         # [D] -> [..., D]: explicit, because `jax_numpy_rank_promotion="raise"` forbids implicit rank promotion.
-        x32 = x32 * for_each_token(jnp.asarray(self.scale[...], x32.dtype), x.shape)
+        scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
+        x32 = x32 * for_each_token(scale, x.shape)
         if self.bias is not None:
             x32 = x32 + for_each_token(jnp.asarray(self.bias[...], x32.dtype), x.shape)
         return x32.astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitLayerNorm:
+    """Layer norm without a weight or a bias (OLMo 1).
+
+    Args:
+        eps: Added to the variance.
+    """
+
+    eps: float = 1e-5
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalizes the last axis, in the dtype of `x`."""
+        return _standardized(x, self.eps).astype(x.dtype)
+
+
+class HeadsLayerNorm(nnx.Module):
+    """Layer norm of each head, with a scale for every head and dimension, and no bias (Command R+, StableLM 2 12B).
+
+    Args:
+        num_heads: Number of heads.
+        head_dim: Width of a head.
+        axis: Name of the axis of heads, "heads" or "kv_heads".
+        eps: Added to the variance.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, *, axis: str = "heads", eps: float = 1e-5):
+        self.scale = nnx.Param(jnp.ones((num_heads, head_dim)), axes=(axis, "head_dim"))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Normalizes the last axis, in the dtype of `x`."""
+        check_ends(x, "NH", self.scale.shape, "the norm")
+        x32 = _standardized(x, self.eps)
+        # [N, H] -> [1, 1, N, H]
+        return (x32 * jnp.asarray(self.scale[...], x32.dtype)[None, None]).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Limits values to `[-limit, limit]`; as `q_norm`, `k_norm` and `v_norm` it is OLMo's `clip_qkv`.
+
+    Args:
+        limit: The largest absolute value.
+    """
+
+    limit: float
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Clips `x`."""
+        return jnp.clip(x, -self.limit, self.limit)
+
+
+def _standardized(x, eps: float):
+    """Returns `(x - mean(x)) / sqrt(var(x) + eps)` in float32 or wider."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    return scaled(x32, jax.lax.rsqrt(inner(x32, x32) / x.shape[-1] + eps))

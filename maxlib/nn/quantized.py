@@ -49,7 +49,7 @@ class QuantizedWeight(nnx.Module):
                 scale_dtype=jnp.bfloat16,
             )
         # [..., N] -> [..., N / 2] bytes
-        values = _packed(q.qvalue) if qtype in FOUR_BITS else q.qvalue
+        values = pack(q.qvalue) if qtype in FOUR_BITS else q.qvalue
         # Values that share a scale are not split over devices: no rule names the axis "scale".
         scale_axes = tuple(
             "scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True)
@@ -76,7 +76,7 @@ class QuantizedWeight(nnx.Module):
     def quantized(self) -> qwix.QArray:
         """Returns the weight as an unpacked qwix array."""
         values = self.values.get_value()
-        values = _unpacked(values, self.qtype) if self.qtype in FOUR_BITS else values
+        values = unpack(values, self.qtype) if self.qtype in FOUR_BITS else values
         return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), None, _dtype(self.qtype))
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
@@ -89,14 +89,14 @@ def _dtype(qtype: str) -> Any:
     return qtype if qtype == "nf4" else jnp.dtype(qtype)
 
 
-def _packed(x: Num[Array, "... N"]) -> Num[Array, "... H"]:
-    """Packs two 4-bit values into a byte, the first in the low half."""
+def pack(x: Any) -> Any:
+    """Packs two 4-bit values of the last axis into a byte, the first in the low half; numpy arrays stay numpy's."""
     low, high = x[..., ::2], x[..., 1::2]
     return low.astype(jnp.uint8) & 0xF | (high.astype(jnp.uint8) & 0xF) << 4
 
 
-def _unpacked(x: Num[Array, "... H"], qtype: str) -> Num[Array, "... N"]:
-    """Undoes `_packed`."""
+def unpack(x: Num[Array, "... H"], qtype: str) -> Num[Array, "... N"]:
+    """Undoes `pack`."""
     # [..., N / 2] -> [..., N / 2, 2] -> [..., N]
     codes = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
     if qtype == "nf4":

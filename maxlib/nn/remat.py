@@ -17,7 +17,7 @@ ATTENTION = ("attention_out", "attention_lse")
 QKV = ("q", "k", "v")
 HIDDEN = ("gate", "up")
 # Names that maxlib's layers mark with `checkpoint_name`; a layer of your own may mark more.
-INTERMEDIATES = (*QKV, "latent", *ATTENTION, "attn", *HIDDEN, "expert_gate", "expert_up", "moe", "mlp")
+INTERMEDIATES = (*QKV, "latent", *ATTENTION, "attn", "cross_attn", *HIDDEN, "expert_gate", "expert_up", "moe", "mlp")
 # The sum of a token's experts. All policies by name keep it: only a few families' gradients need it (those of a norm or
 # a projection behind the experts), and to recompute it is to send tokens to their experts a third time.
 MOE = {"moe": "keep"}
@@ -27,12 +27,12 @@ POLICIES: Mapping[str, Any] = {
     "attention": MOE | dict.fromkeys(ATTENTION, "keep"),
     "qkv": MOE | dict.fromkeys(QKV, "keep"),
     "qkv_offload": MOE | dict.fromkeys(QKV, "offload"),
-    "dots_except_mlp": MOE | dict.fromkeys((*QKV, "latent", "attn", "mlp"), "keep"),
+    "dots_except_mlp": MOE | dict.fromkeys((*QKV, "latent", "attn", "cross_attn", "mlp"), "keep"),
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(*MOE)
     ),
     "minimal": dict.fromkeys(INTERMEDIATES, "keep"),
-    "minimal_offload": MOE | dict.fromkeys((*QKV, "latent", "attn", *HIDDEN, "mlp"), "offload"),
+    "minimal_offload": MOE | dict.fromkeys((*QKV, "latent", "attn", "cross_attn", *HIDDEN, "mlp"), "offload"),
 }
 
 

@@ -10,12 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.paths import dotted
 from maxlib.nn._initial_values import Init
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
+from maxlib.nn._replay import EXPERTS
+from maxlib.nn._replay import record as record
+from maxlib.nn._replay import replay as replay
+from maxlib.nn._replay import route_rows as route_rows
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.stack import Stack
@@ -137,10 +142,15 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Routing:
         """Returns the routing of tokens `*B D`."""
+        return self.routing(x)
+
+    def routing(self, x: Float[Array, "*B D"], experts: Int[Array, "*B X"] | None = None) -> Routing:
+        """Returns the routing of tokens to given experts, or to those with the highest scores."""
         logits = _logits(self.gate, x)
         # [*B, D] -> [*B, E]
         scores = self.score(logits)
-        experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
+        if experts is None:
+            experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
         # [*B, X]: the scores of the chosen experts, without the bias.
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.renormalize:
@@ -155,6 +165,12 @@ class Router(nnx.Module):
             return scores + jnp.broadcast_to(self.expert_bias[...], scores.shape)
         # Logits have the same order as their scores, and still differ where the scores saturate.
         return logits if self.groups is None else scores
+
+
+def sqrt_softplus(logits: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+    """Returns `sqrt(log(1 + exp(logits)))`, the scores of DeepSeek V4."""
+    # The gradient of the root at 0 is infinite: no score is below the smallest normal number.
+    return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), jnp.finfo(logits.dtype).tiny))
 
 
 def sigmoid_router(
@@ -292,7 +308,8 @@ def _choose(preference, top_k: int, groups: GroupLimit | None = None):
 
     names = ("batch", "seq", None) if preference.ndim == 3 else (None,) * preference.ndim
     # Ids have no gradient; the router is trained through the weights.
-    return shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
+    chosen = shard_map_by_name(run, [names], names)(jax.lax.stop_gradient(preference))
+    return checkpoint_name(chosen, EXPERTS)
 
 
 def _check(num_experts: int, top_k: int, groups: GroupLimit | None) -> None:

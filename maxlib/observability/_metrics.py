@@ -275,6 +275,10 @@ def _summary(values: Values) -> str:
         "tokens_per_second": "{:,.0f} tokens/s",
         "mfu": "MFU {:.1%}",
     }
+    for name in values:
+        match name.split("/"):
+            case ["eval", set_name, "loss" | "bits_per_byte" as metric]:
+                shown[name] = f"{set_name} {metric.replace('_', ' ')} {{:.4f}}"
     return "  ".join(form.format(float(values[name])) for name, form in shown.items() if name in values)
 
 

@@ -156,6 +156,7 @@ def page(runs: list[Run]) -> str:
         times=[_time(run.name, run.goodput) for run in runs if run.goodput is not None],
         layers=_layers(runs),
         samples=_samples(runs),
+        evaluations=_evaluations(runs),
         settings=_settings(runs),
     )
 
@@ -209,6 +210,7 @@ def _curves(runs: list[Run]) -> list[plots.Chart]:
     where, memory = _memory(runs)
     charts = [
         plots.loss([(run.series(loss_name(run.rows, "")), run.series(loss_name(run.rows, "eval/"))) for run in runs]),
+        *(plots.lines("Held-out data", name, [run.series(f"eval/{name}") for run in runs]) for name in _held_out(runs)),
         plots.lines("Gradient norm", "before clipping", [run.series("grad_norm") for run in runs], log=True),
         plots.lines("Throughput", "tokens per second", [run.series("tokens_per_second") for run in runs], zero=True),
         plots.lines("Learning rate", "", [run.series("learning_rate") for run in runs], zero=True),
@@ -254,6 +256,24 @@ def _layers(runs: list[Run]) -> list[plots.Chart]:
         series = [(np.arange(len(v[0])), v[0]) if v else plots.NOTHING for v in last]
         charts.append(plots.lines(title, "", series, x="layer"))
     return [chart for chart in charts if chart]
+
+
+def _held_out(runs: list[Run], most: int = 12) -> list[str]:
+    """Lists the evaluations' losses to draw: those of named sets or sources, and bits per byte."""
+    names = sorted({name for run in runs for row in run.rows for name in row if name.startswith("eval/")})
+    drawn = [
+        name.removeprefix("eval/")
+        for name in names
+        if name.count("/") < 3 and name.endswith(("/nll", "bits_per_byte")) and name != "eval/nll"
+    ]
+    return drawn[:most]
+
+
+def _evaluations(runs: list[Run]) -> dict[str, list[str]]:
+    """Returns the last value of each scalar of the evaluations, one row for each name."""
+    names = sorted({name for run in runs for row in run.rows for name in row if name.startswith("eval/")})
+    rows = {name.removeprefix("eval/"): [_formatted(run.last(name), "{:.5g}") for run in runs] for name in names}
+    return {name: values for name, values in rows.items() if set(values) != {"-"}}
 
 
 def _samples(runs: list[Run], most: int = 3) -> list[dict[str, str]]:

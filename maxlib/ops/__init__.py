@@ -6,6 +6,7 @@ from maxlib.ops._attention import BidirectionalBlocks as BidirectionalBlocks
 from maxlib.ops._attention import Causal as Causal
 from maxlib.ops._attention import Chunked as Chunked
 from maxlib.ops._attention import Full as Full
+from maxlib.ops._attention import LocalWindow as LocalWindow
 from maxlib.ops._attention import Mask as Mask
 from maxlib.ops._attention import MaskHint as MaskHint
 from maxlib.ops._attention import Prefix as Prefix

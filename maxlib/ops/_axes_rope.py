@@ -15,33 +15,36 @@ Table = Float32[Array, "B T half"]
 
 @dataclass(frozen=True)
 class MRope:
-    """Rotary embedding by time, row and column, whose frequencies alternate (M-RoPE of Qwen3-VL, arXiv:2511.21631).
+    """Rotary embedding by time, row and column (M-RoPE of Qwen2-VL, arXiv:2409.12191).
 
-    Pair `i` rotates by the row if `i % 3 == 1` and `i < 3 * sections[1]`, by the column if `i % 3 == 2` and
-    `i < 3 * sections[2]`, else by the time. So each of the three has high and low frequencies. Text tokens have three
-    equal positions, for which this equals `rope`.
+    Pairs rotate by the time, then by the row, then by the column: `sections` says how many. If they alternate
+    (Qwen3-VL, arXiv:2511.21631), each of the three has high and low frequencies: pair `i` rotates by the row if
+    `i % 3 == 1` and `i < 3 * sections[1]`, by the column if `i % 3 == 2` and `i < 3 * sections[2]`, else by the time.
+    Text tokens have three equal positions, for which this equals `rope`.
 
     Args:
         rope: The frequencies and the layout of pairs.
         sections: Number of pairs that rotate by time, row and column.
+        alternating: True if the three alternate.
 
     Raises:
-        ValueError: When the sections are not three numbers whose sum is the number of pairs of `rope`, or the second or
-            third is too large.
+        ValueError: When the sections are not three numbers whose sum is the number of pairs of `rope`, or they
+            alternate and the second or third is too large.
     """
 
     rope: Rope
     sections: tuple[int, ...]
+    alternating: bool = True
 
     def __post_init__(self):
         half = self.rope.dim // 2
         # Of `half` pairs, (half + 1) // 3 have index 1 modulo 3, and half // 3 have index 2.
-        most = half, (half + 1) // 3, half // 3
+        most = (half, (half + 1) // 3, half // 3) if self.alternating else (half,) * 3
         fit = len(self.sections) == 3 and all(0 <= n <= m for n, m in zip(self.sections, most, strict=True))
         if not fit or sum(self.sections) != half:
             raise ValueError(
-                f"the sections of M-RoPE (mrope_section) must be three numbers whose sum is the {half} rotary pairs, the "
-                f"second and third of them at most a third of that, got {self.sections}"
+                f"the sections of M-RoPE (mrope_section) must be three numbers whose sum is the {half} rotary pairs, "
+                f"of time, row and column at most {most}, got {self.sections}"
             )
 
     @property
@@ -67,6 +70,8 @@ class MRope:
     @property
     def _axes(self) -> np.ndarray:
         """Returns the axis that rotates each pair: 0 is time, 1 row, 2 column."""
+        if not self.alternating:
+            return np.repeat(np.arange(3), self.sections)
         pair = np.arange(self.rope.dim // 2)
         ends = np.array([0, *self.sections[1:3], 0])[pair % 3]  # [half]: pairs below the end rotate by row or column
         return np.where((pair % 3 > 0) & (pair < 3 * ends), pair % 3, 0)
@@ -105,12 +110,14 @@ class AxialRope:
 
     Unlike `GridRope` it takes rows and columns as positions, so images may have any size. In Qwen's image encoders rows
     and columns have the same frequencies. In Pixtral's (arXiv:2410.07073) they alternate: of the `dim / 2` frequencies,
-    rows have those with even indices and columns those with odd indices.
+    rows have those with even indices and columns those with odd indices. In MoonViT (Kimi K2.5) pairs are neighbours,
+    which rotate by column and row in turn, with the same frequencies.
 
     Args:
         dim: Number of rotary dimensions, a multiple of 4.
         theta: Base of the frequencies.
         alternating: True if rows and columns alternate in the frequencies, as in Pixtral.
+        interleaved: True if pairs are dimensions `2i` and `2i + 1`, as in MoonViT, instead of `i` and `i + dim / 2`.
 
     Raises:
         ValueError: When `dim` is not a multiple of 4.
@@ -119,16 +126,14 @@ class AxialRope:
     dim: int
     theta: float = 10_000.0
     alternating: bool = False
+    interleaved: bool = False
     needs_length: ClassVar[bool] = False  # as in `Rope`
 
     def __post_init__(self):
         if self.dim % 4 or self.dim < 1:
             raise ValueError(f"AxialRope.dim must be a multiple of 4 (pairs for rows and for columns), got {self.dim}.")
-
-    @property
-    def interleaved(self) -> bool:
-        """Is False: pairs are dimensions `i` and `i + dim / 2`."""
-        return False
+        if self.alternating and self.interleaved:
+            raise ValueError("AxialRope must be alternating or interleaved, not both.")
 
     @property
     def max_length(self) -> None:
@@ -146,6 +151,10 @@ class AxialRope:
         (cos_y, sin_y), (cos_x, sin_x) = (axis.tables(positions[:, :, n]) for n in range(2))
         if self.alternating:  # [B, T, half] -> [B, T, half / 2]
             cos_y, sin_y, cos_x, sin_x = cos_y[:, :, ::2], sin_y[:, :, ::2], cos_x[:, :, 1::2], sin_x[:, :, 1::2]
+        if self.interleaved:  # [B, T, half / 2, 2] -> [B, T, half]
+            pairs = (cos_x, cos_y), (sin_x, sin_y)
+            cos, sin = (jnp.stack(pair, axis=-1).reshape(*positions.shape[:2], -1) for pair in pairs)
+            return cos, sin
         # [B, T, half / 2] by row and by column
         return jnp.concatenate([cos_y, cos_x], axis=-1), jnp.concatenate([sin_y, sin_x], axis=-1)
 

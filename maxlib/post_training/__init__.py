@@ -11,8 +11,11 @@ from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
     from maxlib.post_training import advantages as advantages
+    from maxlib.post_training import embeddings as embeddings
     from maxlib.post_training import policies as policies
+    from maxlib.post_training import ppo as ppo
     from maxlib.post_training import preferences as preferences
+    from maxlib.post_training import reward_models as reward_models
     from maxlib.post_training._async_rollouts import AsyncRollouts as AsyncRollouts
     from maxlib.post_training._distillation import Distillation as Distillation
     from maxlib.post_training._environments import Environment as Environment
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from maxlib.post_training.advantages import group_advantages as group_advantages
     from maxlib.post_training.advantages import leave_one_out as leave_one_out
     from maxlib.post_training.advantages import reward_metrics as reward_metrics
+    from maxlib.post_training.embeddings import InfoNCE as InfoNCE
     from maxlib.post_training.policies import CISPO as CISPO
     from maxlib.post_training.policies import DAPO as DAPO
     from maxlib.post_training.policies import DPPO as DPPO
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
     from maxlib.post_training.policies import RolloutCorrection as RolloutCorrection
     from maxlib.post_training.policies import SoftGate as SoftGate
     from maxlib.post_training.policies import TruncatedWeight as TruncatedWeight
+    from maxlib.post_training.ppo import PPO as PPO
+    from maxlib.post_training.ppo import ValueLoss as ValueLoss
     from maxlib.post_training.preferences import CPO as CPO
     from maxlib.post_training.preferences import DPO as DPO
     from maxlib.post_training.preferences import KTO as KTO
@@ -66,5 +72,9 @@ if TYPE_CHECKING:
     from maxlib.post_training.preferences import MixedPreference as MixedPreference
     from maxlib.post_training.preferences import PreferenceLoss as PreferenceLoss
     from maxlib.post_training.preferences import SimPO as SimPO
+    from maxlib.post_training.reward_models import BradleyTerry as BradleyTerry
+    from maxlib.post_training.reward_models import TokenClassification as TokenClassification
+    from maxlib.post_training.reward_models import text_scores as text_scores
+    from maxlib.post_training.reward_models import token_scores as token_scores
 
 __getattr__, __dir__ = lazy(__name__, __file__)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from maxlib import ops
+from maxlib import nn, ops
 from maxlib._utils.arguments import check_choice
 from maxlib.inference import Sampler
 from maxlib.post_training._reference import ReferencedLoss, missing_reference
@@ -297,7 +297,8 @@ class PolicyLoss(ReferencedLoss):
     The batch has `tokens`, `targets` (-1 outside of completions), `advantages` (`B T`, or `B` for one completion a
     row); `old_log_probs`, log-probabilities under the sampling policy: required for every step after the first on the
     same completions, otherwise ρ is 1 and nothing is clipped; `reference_log_probs` for a KL term;
-    `sampler_log_probs`, reported by another engine, for a correction; `sampler`, the sampler.
+    `sampler_log_probs`, reported by another engine, for a correction; `sampler`, the sampler; `routed_experts`, `B T M
+    X`, the experts that it chose, for replay (`nn.router.replay`).
 
     All terms and metrics are weighted by `mean`, so results do not depend on microbatches, devices and packing.
     Metrics: `entropy`, `ratio`, `clip_ratio/low`, `clip_ratio/high`, `clip_ratio/region`, and `kl`, `sampler_weight` if
@@ -337,7 +338,13 @@ class PolicyLoss(ReferencedLoss):
         "reference_log_probs",
         "sampler",
         "sampler_log_probs",
+        "routed_experts",
     )
+
+    def prepare(self, model: Any, batch: Batch, *, dtype: Any, remat: nn.remat.Policy) -> tuple[Any, Batch]:
+        """Returns the model, with the routes of the batch, and the batch with what the loss compares."""
+        model, batch = super().prepare(model, batch, dtype=dtype, remat=remat)
+        return (nn.router.replay(model, batch["routed_experts"]) if "routed_experts" in batch else model), batch
 
     def check_sampler(self, sampler: Any) -> None:
         """Checks before a run what a step checks if the batch has the `sampler`: that it draws what the loss scores.

@@ -117,9 +117,9 @@ class PreferenceLoss(ReferencedLoss):
         scored = score(model, hidden, targets, temperature=self.temperature).log_prob
 
         def of_answers(x: Array) -> tuple[Array, Array]:
-            return _answers(segment_sums(jnp.where(mask, x, 0), segment_ids), batch)
+            return split_pairs(segment_sums(jnp.where(mask, x, 0), segment_ids), batch)
 
-        counts = _answers(token_counts(mask, segment_ids), batch)
+        counts = split_pairs(token_counts(mask, segment_ids), batch)
         is_pair = is_filled(counts[0]) * is_filled(counts[1])
         weights = 1.0 if self.ld_alpha is None else jnp.where(_is_shared(mask, batch), 1.0, self.ld_alpha)
         log_p = of_answers(weights * scored)
@@ -152,7 +152,7 @@ def _check_scale(beta: float, label_smoothing: float = 0.0) -> None:
         raise ValueError(f"label_smoothing is the share of wrong labels, in [0, 0.5), got {label_smoothing}")
 
 
-def _answers(sums: Float[Array, "B S"], batch: Batch) -> tuple[Array, Array]:
+def split_pairs(sums: Float[Array, "B S"], batch: Batch) -> tuple[Array, Array]:
     """Splits sums over segments into those of chosen and of rejected answers."""
     if "interleaved" in batch:
         pairs = sums.reshape(-1, 2, sums.shape[1])  # [2B, S] -> [B, 2, S]

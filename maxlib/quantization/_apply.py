@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from maxlib import nn
 from maxlib.nn import sites
 from maxlib.nn.sites import Where
-from maxlib.quantization._formats import INFERENCE, TRAINING, Format, Rule, Rules, as_rules
+from maxlib.quantization._formats import FOUR_BIT_FLOATS, INFERENCE, TRAINING, Format, Rule, Rules, as_rules
 from maxlib.quantization._matmul import Quantized
 
 Model = TypeVar("Model")
@@ -27,8 +27,10 @@ def for_training(model: Model, rules: Rules) -> Model:
     Args:
         model: A model in full precision.
         rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), "fp8_block"
-            (e4m3 in blocks of 128, as DeepSeek-V3), a `Format`, or `Rule`s. The first matching rule applies; matmuls
-            without a match stay in full precision.
+            (e4m3 in blocks of 128, as DeepSeek-V3); quantization-aware training, which rounds to what inference stores
+            and multiplies in full precision: "int4_qat", "nvfp4_qat", "mxfp4_qat" (weights) and "int4_w4a8_qat"
+            (activations in int8 too); a `Format`, or `Rule`s. The first matching rule applies; matmuls without a match
+            stay in full precision.
 
     Raises:
         ValueError: when a rule matches nothing, or a layer cannot be quantized.
@@ -58,7 +60,7 @@ def for_inference(model: Model, rules: Rules) -> Model:
     divided: dict[str, bool] = {}  # whether groups divide a matrix, by path
 
     def store_divided(site: Any, format: Format, path: str) -> Any:
-        divided[path] = _divides(format, site.w)
+        divided[path] = divides(format, site.w)
         return store(site, format, path) if divided[path] else site
 
     new = _apply(model, as_rules(rules, INFERENCE), store_divided)
@@ -124,8 +126,11 @@ def _round_operands(site: Any, format: Format, path: str) -> Any:
         raise ValueError(
             f"{path}: embeddings and heads have no matmul to quantize in training; exclude it from the rules"
         )
-    if format.activations is None or format.group is not None:
-        raise ValueError(f"{path}: training rounds activations too, and has no groups; got {format}")
+    if format.is_emulated and not divides(format, site.w):
+        raise ValueError(
+            f"{path}: the last dimension of its weight {site.w.shape} must be a multiple of the group; got {format}. Exclude "
+            "it by a rule, or pass a Format with a smaller group"
+        )
     _check_plain(site, path)
     return sites.replace(site, matmul=Quantized(format))
 
@@ -140,13 +145,18 @@ def store(site: Any, format: Format, path: str) -> Any:
     """Returns a layer with its weight in `format`; `path` names it in errors."""
     if isinstance(site, nn.Embed) and format.activations is not None:
         raise ValueError(f"{path}: for embeddings and heads only weights can be quantized; got {format}")
-    if format.block is not None:
-        raise ValueError(f"{path}: blocks are for training; stored weights have groups. Got {format}")
+    if format.block is not None or format.weights in FOUR_BIT_FLOATS:
+        raise ValueError(f"{path}: blocks, nvfp4 and mxfp4 are for training; stored weights have groups. Got {format}")
+    if format.activations is not None and format.is_emulated:
+        raise ValueError(
+            f"{path}: with rounded activations, stored weights must be of 8 bits without groups; got {format}. Store the "
+            "weights alone, in the same format without activations"
+        )
     _check_plain(site, path)
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         raise ValueError(f"{path} is already quantized; start from the model in full precision")
     w = site.w[...]
-    if not _divides(format, w):
+    if not divides(format, w):
         raise ValueError(
             f"{path}: the last dimension of its weight {w.shape} must be a multiple of the group; got {format}"
         )
@@ -166,7 +176,7 @@ def store(site: Any, format: Format, path: str) -> Any:
     )
 
 
-def _divides(format: Format, w: Any) -> bool:
+def divides(format: Format, w: Any) -> bool:
     """Returns True if groups of the format, or pairs of four-bit values, divide the last dimension of a matrix."""
     pair = 2 if format.weights in nn.quantized.FOUR_BITS else 1
     return w.shape[-1] % math.lcm(pair, format.group or 1) == 0

@@ -62,10 +62,10 @@ def quantize(x: Float[Array, "..."], kind: str, sides: tuple[int, ...]) -> Block
     sides = tuple(min(side, size) for side, size in zip(sides, x.shape, strict=True))
     x = x.astype(jnp.float32)
     scale = _scale(_largest(jnp.abs(x), sides), kind)
-    return Blocks(_rounded(x / _spread(scale, sides, x.shape), kind), scale, kind, sides)
+    return Blocks(rounded(x / _spread(scale, sides, x.shape), kind), scale, kind, sides)
 
 
-def _rounded(x: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
+def rounded(x: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
     """Rounds to the values of `kind`, in float32."""
     # Round by arithmetic, because XLA for GPUs removes a conversion to eight bits and back.
     if jnp.issubdtype(kind, jnp.integer):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from maxlib.nn.sites import Kind
 
 WEIGHTS = ("int8", "int4", "nf4", "float8_e4m3fn", "float8_e5m2")
+FOUR_BIT_FLOATS = {"nvfp4": 16, "mxfp4": 32}  # E2M1 in groups of this size, only in training
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -14,12 +15,12 @@ class Format:
     """Formats to which the operands of a matmul are rounded; None does not round an operand.
 
     Args:
-        weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2".
+        weights: "int8", "int4", "nf4", "float8_e4m3fn" or "float8_e5m2"; in training also "nvfp4" and "mxfp4".
         activations: "int8" or a float8; None multiplies in the dtype of the activations.
         gradients: "int8" or a float8 for incoming gradients in training; None computes the backward pass in full
             precision.
-        group: Number of neighbouring inputs that share a scale; None for all inputs of an output. Only stored weights
-            have groups.
+        group: Number of neighbouring inputs that share a scale; None for all inputs of an output. "nvfp4" has groups of
+            16 and "mxfp4" of 32.
         block: Side of the blocks that share a scale in training, a multiple of 32: lines in activations and gradients,
             squares in weights. Scales are powers of two. None uses one scale for each row of activations and each
             output of a weight.
@@ -35,21 +36,28 @@ class Format:
     block: int | None = None
 
     def __post_init__(self):
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"weights must be one of {WEIGHTS}, got {self.weights!r}")
+        if self.weights not in (*WEIGHTS, *FOUR_BIT_FLOATS):
+            raise ValueError(f"weights must be one of {(*WEIGHTS, *FOUR_BIT_FLOATS)}, got {self.weights!r}")
+        if self.group != FOUR_BIT_FLOATS.get(self.weights, self.group):
+            raise ValueError(f"{self.weights} has groups of {FOUR_BIT_FLOATS[self.weights]}, got {self.group}")
         for name in ("activations", "gradients"):
             if getattr(self, name) not in (None, *NARROW):
                 raise ValueError(f"{name} must be None or one of {NARROW}, got {getattr(self, name)!r}")
         if self.activations is None and self.gradients is not None:
             raise ValueError("gradients can only be quantized if activations are; pass activations too")
-        if self.activations is not None and (self.group is not None or self.weights not in NARROW):
+        if self.is_emulated and (self.gradients is not None or self.block is not None):
             raise ValueError(
-                f"with quantized activations, weights must be one of {NARROW} and have no groups; got {self}"
+                f"gradients and blocks need weights in one of {NARROW} without groups, and rounded activations; got {self}"
             )
         if self.group is not None and self.group < 2:
             raise ValueError(f"group must be at least 2, got {self.group}")
         if self.block is not None and (self.activations is None or self.block < 32 or self.block % 32):
             raise ValueError(f"block must be a multiple of 32, and activations rounded too; got {self}")
+
+    @property
+    def is_emulated(self) -> bool:
+        """Returns True if training rounds operands to this format and multiplies in the dtype of the activations."""
+        return self.activations is None or self.group is not None or self.weights not in NARROW
 
     def __str__(self) -> str:
         group = "" if self.group is None else f" in groups of {self.group}"
@@ -67,6 +75,10 @@ TRAINING = {
     "int8_gradients": Format("int8", "int8", "int8"),
     "fp8": FP8_TRAINING,
     "fp8_block": FP8_BLOCK_TRAINING,
+    "int4_qat": Format("int4", group=32),
+    "int4_w4a8_qat": Format("int4", "int8", group=32),
+    "nvfp4_qat": Format("nvfp4", group=16),
+    "mxfp4_qat": Format("mxfp4", group=32),
 }
 INFERENCE = {
     "int8": Format("int8"),

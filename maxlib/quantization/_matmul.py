@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops
 from maxlib._utils.varying import vary_alike
 from maxlib.kernels.grouped_matmul.rows import owners
-from maxlib.quantization import _blocks
+from maxlib.quantization import _blocks, _emulated
 from maxlib.quantization._formats import Format
 
 
@@ -21,6 +21,7 @@ class Quantized:
     """Matmul (`nn.matmul.Matmul`) that rounds weights and activations, with a scale per row and per output.
 
     With `format.block`, blocks of both have scales instead (`_blocks`).
+    Formats of four bits are emulated (`_emulated`).
 
     The gradient is that of the exact product (straight-through). With `format.gradients` the products of the backward
     pass are rounded in the same way, with a scale for each index that is in the result.
@@ -36,6 +37,8 @@ class Quantized:
         spec = _spelled_out(spec, x.ndim)
         if isinstance(w, nn.quantized.QuantizedWeight):
             return _product(spec, x, w.quantized(), self.format.activations, None)
+        if self.format.is_emulated:
+            return nn.matmul.PlainMatmul().einsum(spec, *_emulated.operands(spec, x, w[...], self.format))
         multiply = _einsum if self.format.block is None else _blocks.einsum
         return multiply(x, jnp.asarray(w[...], x.dtype), spec, self.format)
 
@@ -49,6 +52,9 @@ class Quantized:
         """Multiplies rows, sorted by expert, by the matrices of their experts, all rounded."""
         if isinstance(w, nn.quantized.QuantizedWeight):
             return _grouped_product(rows, w.quantized(), rows_per_expert, weight_order, self.format.activations, None)
+        if self.format.is_emulated:
+            rows, w = _emulated.operands(f"MI,{weight_order}->MEO", rows, w[...], self.format)
+            return nn.matmul.PlainMatmul().grouped(rows, w, rows_per_expert, weight_order)
         w = jnp.asarray(w[...], rows.dtype)
         multiply = _grouped if self.format.block is None else _blocks.grouped
         return multiply(*vary_alike((rows, w, rows_per_expert)), weight_order, self.format)

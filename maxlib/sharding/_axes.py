@@ -20,6 +20,8 @@ ARRAY_AXES: dict[str, str] = {
     "expert": "experts, in the matrices of a mixture",
     "expert_embed": "width of the residual stream, in an expert's matrix",
     "router": "experts, as a router scores them",
+    "stream": "numbers by which streams of the residual are mixed",
+    "label": "numbers that a head gives each token, or components of an embedding",
     "cluster": "clusters of tokens, as a head scores them",
     "norm": "width of a scale or a bias of the residual stream",
     "position": "rows of a table of learned positions",

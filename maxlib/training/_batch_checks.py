@@ -11,7 +11,7 @@ import numpy as np
 from maxlib import nn, ops
 from maxlib._utils.arguments import check_array
 
-INPUTS = ("positions", "segment_ids", "valid", "images", "audio")
+INPUTS = ("positions", "segment_ids", "valid", "images", "audio", "source")
 # Other libraries' names for the inputs.
 _ELSEWHERE = {
     "tokens": ("input_ids", "token_ids", "inputs"),
@@ -113,7 +113,8 @@ def check_first_batch(batch: dict[str, Any], model: Any) -> None:
         arrays = {name: np.asarray(inner[name]) for name in read if inner.get(name) is not None}
         _check_padding(arrays)
         if isinstance(model, nn.MultimodalModel) and "tokens" in arrays:
-            model.check_inputs(arrays["tokens"], images=inner.get("images"), audio=inner.get("audio"))
+            source = {"source": inner["source"]} if "source" in inner else {}
+            model.check_inputs(arrays["tokens"], images=inner.get("images"), audio=inner.get("audio"), **source)
         _check_positions(arrays, getattr(model, "max_length", None))
         warn_of_copies(arrays)
 
@@ -127,7 +128,9 @@ def check_ids(batch: dict[str, Any], model: Any) -> None:
     """
     model = trained_model(model)
     rows = model.embed.w.shape[0] if isinstance(getattr(model, "embed", None), nn.Embed) else None
-    vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if hasattr(model, "head_weight") else None
+    scores = isinstance(getattr(model, "head", None), nn.ScoreHead | nn.EmbeddingHead)  # its loss reads targets or not
+    has_vocab = hasattr(model, "head_weight") and not scores
+    vocab = jax.eval_shape(lambda model: model.head_weight(), model).shape[0] if has_vocab else None
     for inner in _batches(batch):
         targets, tokens = np.asarray(inner["targets"]), np.asarray(inner.get("tokens", ()))
         # Only targets have a number that stands for none.

@@ -37,7 +37,7 @@ class HuggingFaceExport:
         directory: Directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
         every: Number of steps between exports.
         keep: Number of newest exports to keep; None keeps all.
-        ema: True writes the averages of `training.ema` instead of the parameters.
+        ema: True writes averages of the parameters (`training.ema_model`) instead of the parameters.
         options: Options of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the original model,
             from which the tokenizer, the chat template and the end-of-text ids are copied, and `chat_template`, the one
             that the model is trained on.

@@ -1,6 +1,7 @@
 """The gradient of a loss by autodiff: of a batch at once, or of one microbatch after the other."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -9,13 +10,19 @@ from jaxtyping import Array
 
 from maxlib import nn, sharding
 from maxlib.training._placement import place_like_parameters
+from maxlib.training._qk_clip import is_max_logits
 from maxlib.training.losses import Batch, LossFunction, Stats
 
 Params = dict[str, Any]
 
 
 def bind_options(
-    loss: LossFunction, *, dtype: Any = None, remat: nn.remat.Policy = None, neftune_alpha: float | None = None
+    loss: LossFunction,
+    *,
+    dtype: Any = None,
+    remat: nn.remat.Policy = None,
+    neftune_alpha: float | None = None,
+    dropout: Mapping[str, float] | None = None,
 ) -> LossFunction:
     """Returns `loss(model, batch, key)` with the options of a step, as `make_train_step` has them.
 
@@ -35,14 +42,17 @@ def bind_options(
             f"take ({error}): leave out what it does not take, or derive it from training.Loss"
         ) from error
 
-    if not options and not neftune_alpha:
+    if not options and not neftune_alpha and not dropout:
         return loss
 
     def bound(model: Any, batch: Batch, key: Array | None = None) -> tuple[Array, Stats]:
-        if neftune_alpha:
+        if neftune_alpha or dropout:
             if key is None:
-                raise ValueError("NEFTune's noise needs a key: call the loss with one, loss(model, batch, key)")
-            model = with_embedding_noise(model, key, neftune_alpha)
+                raise ValueError(
+                    "NEFTune's noise and dropout need a key: call the loss with one, loss(model, batch, key)"
+                )
+            model = nn.with_dropout(model, dropout, jax.random.fold_in(key, 1)) if dropout else model
+            model = with_embedding_noise(model, key, neftune_alpha) if neftune_alpha else model
         return loss(model, batch, key, **options)
 
     return bound
@@ -109,7 +119,9 @@ def gradient(
     def add(total: Any, xs: Any) -> tuple[Any, None]:
         (value, stats), grads = _autodiff(loss, trainable, rest, *xs, mean=False)
         new = place(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), value, stats
-        return jax.tree.map(jnp.add, total, new), None
+        largest = {path: jnp.maximum(total[0][path], g) for path, g in new[0].items() if is_max_logits(path)}
+        grads, value, stats = jax.tree.map(jnp.add, total, new)
+        return (grads | largest, value, stats), None
 
     (_, stats), _ = jax.eval_shape(lambda t: _autodiff(loss, t, rest, *first, mean=False), trainable)
     zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable))
@@ -117,10 +129,11 @@ def gradient(
     (grads, value, stats), _ = jax.lax.scan(add, start, xs)
     # Weighting microbatches by their numbers of targets gives the mean of the whole batch.
     count = divisor(stats.num_targets)
-    return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, trainable), value / count, stats
+    means = {path: g if is_max_logits(path) else (g / count).astype(trainable[path].dtype) for path, g in grads.items()}
+    return means, value / count, stats
 
 
-def divisor(count: Array) -> Array:
+def divisor(count: Any) -> Array:
     """Returns the divisor for a number of targets, or for a sum of weights that may be below 1; 1 if it is zero."""
     return jnp.where(count > 0, count, 1)
 

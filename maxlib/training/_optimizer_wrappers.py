@@ -116,7 +116,7 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
 
     def map_moments(f: Callable[[Array, int], Array], state: Any, params: Any) -> Any:
         """Applies `f` to every moment and its number; counts and other scalars stay as they are."""
-        is_moment, (leaves, tree) = _moment_test(params), jax.tree.flatten_with_path(state)
+        is_moment, (leaves, tree) = moment_test(params), jax.tree.flatten_with_path(state)
         return jax.tree.unflatten(tree, [f(x, i) if is_moment(path, x) else x for i, (path, x) in enumerate(leaves)])
 
     def init(params):
@@ -130,7 +130,7 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
         changes, wide = inner.update(updates, wide, params, **extra)
         keys = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
         low = map_moments(lambda x, i: _round_stochastically(x, keys[i]), wide, params)
-        return _rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
+        return rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -148,7 +148,7 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
 
 
-def _moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
+def moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
     """Returns a function of the path and value of a leaf in an optimizer's state: True for a moment of a parameter."""
     shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
 
@@ -168,7 +168,7 @@ def _round_stochastically(x: Float[Array, "..."], key: Array) -> Array:
     return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
 
 
-def _rounded_changes(params: Any, changes: Any, key: Array) -> Any:
+def rounded_changes(params: Any, changes: Any, key: Array) -> Any:
     """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
 
     def rounded(parameter: Array, change: Array, key: Array) -> Array:
@@ -235,19 +235,36 @@ def check_averages(state: Any) -> None:
 
 
 def ema_model(state: Any) -> Any:
-    """Builds the model of a `TrainState` with the averages of `ema`, in the dtypes of the parameters.
+    """Builds the model of a `TrainState` with averages of the parameters, in their dtypes.
+
+    Those are the averages of `ema`, or the point that schedule-free optimizers promise
+    (`optax.contrib.schedule_free`, arXiv:2405.15682); their own parameters are only where gradients are taken.
 
     Args:
-        state: A state whose optimizer is wrapped in `ema`.
+        state: A state whose optimizer is wrapped in `ema`, or is schedule-free.
 
     Raises:
         ValueError: when its optimizer has no averages.
     """
     average = optax.tree.get(state.opt_state, "average")
     if average is None:
+        average = _schedule_free_average(state)
+    if average is None:
         raise ValueError("this optimizer has no average of the parameters; wrap it: training.ema(optimizer)")
     cast = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.trainable)
     return nn.combine(cast, state.rest)
+
+
+def _schedule_free_average(state: Any) -> dict[str, Array] | None:
+    """Returns the averages of a schedule-free optimizer, None for another one."""
+
+    def is_schedule_free(x: Any) -> bool:
+        return isinstance(x, optax.contrib.ScheduleFreeState)
+
+    for x in jax.tree.leaves(state.opt_state, is_leaf=is_schedule_free):
+        if is_schedule_free(x):
+            return optax.contrib.schedule_free_eval_params(x, state.trainable)
+    return None
 
 
 def scale_by_path(factors: Mapping[str, float], *, model: Any) -> optax.GradientTransformation:

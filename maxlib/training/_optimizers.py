@@ -5,10 +5,9 @@ separately.
 """
 
 import functools
-import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,13 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
+from maxlib.training._dion import scale_by_dion
+from maxlib.training._eight_bit import eight_bit_moments
+from maxlib.training._muon import Dimensions, Normalize, scale_by_muon
 from maxlib.training._offload import offload_by_layer
 from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
+from maxlib.training._soap import scale_by_soap
 
-Model = TypeVar("Model")
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
 # Names of parameters that never decay, like those that end in "_bias". `magnitude` is DoRA's.
 BIASES = ("b", "bias", "magnitude")
@@ -89,7 +91,8 @@ def adamw(
         b2: Decay of the mean squared gradient.
         eps: Added to the root of the mean squared gradient.
         clip: Maximum global norm of the gradient; None disables clipping.
-        moments: Dtype of the moments for any dtype of the parameters: float32 or bfloat16 (see `bfloat16_moments`).
+        moments: Dtype of the moments for any dtype of the parameters: float32, bfloat16 (see `bfloat16_moments`) or
+            float8_e4m3fn (see `eight_bit_moments`).
     """
     if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
         raise TypeError(f"learning_rate must be a number or a schedule from step to number, got {learning_rate!r}")
@@ -114,12 +117,16 @@ def muon(
     eps: float = 1e-8,
     clip: float | None = 1.0,
     moments: Any = jnp.float32,
+    split_heads: bool = False,
+    normalize: Normalize | None = None,
+    nesterov: bool = True,
 ) -> optax.GradientTransformation:
     """Returns Muon (arXiv:2502.16982) for the matrices inside layers, and AdamW for embeddings, head, routers, norms,
     biases.
 
-    The update of each layer's and each expert's matrix is orthogonalized as an inputs x outputs matrix, all heads
-    together. It is scaled to the size of Adam's updates, so `learning_rate` and `weight_decay` have the same meaning.
+    The update of each layer's and each expert's matrix is orthogonalized as an inputs x outputs matrix. It is scaled to
+    the size of Adam's updates, so `learning_rate` and `weight_decay` have the same meaning. Under a layout each device
+    orthogonalizes some of the matrices, so that none gathers all of them.
 
         optimizer = training.muon(1e-3, model=model)
 
@@ -134,35 +141,127 @@ def muon(
         eps: As in `adamw`.
         clip: As in `adamw`.
         moments: As in `adamw`.
+        split_heads: True orthogonalizes the projections to queries, keys and values head by head, False all heads
+            together.
+        normalize: "rows" divides updates by the root mean square of each output (NorMuon, arXiv:2510.05491),
+            "elements" of each element (AdaMuon, arXiv:2507.11005, usually with `nesterov=False`); None does neither.
+        nesterov: True looks one step of the momentum ahead.
     """
-    dims = muon_dimensions(model)
-
-    def dimensions(params: Any) -> Any:
-        return {path: x if isinstance(x, optax.MaskedNode) else dims[path] for path, x in params.items()}
-
-    matrices = optax.contrib.muon(
-        learning_rate,
-        beta=beta,
-        weight_decay=weight_decay,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=dimensions,
+    dims = muon_dimensions(model, split_heads=split_heads)
+    orthogonal = scale_by_muon(
+        dims, nn.tree.axes(model), beta=beta, nesterov=nesterov, normalize=normalize, beta2=b2, eps=eps
     )
+    rate = optax.scale_by_learning_rate(learning_rate)
+    matrices = optax.chain(orthogonal, optax.add_decayed_weights(weight_decay), rate)
     adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     rest = adam(learning_rate if adam_learning_rate is None else adam_learning_rate, mask=decay_mask(model))
+    return _clipped(_held_in(moments, _with_rest(matrices, rest, dims)), clip)
+
+
+def soap(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    model: Any,
+    weight_decay: float = 0.1,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    precondition_every: int = 10,
+    max_size: int = 8192,
+    clip: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """Returns SOAP (arXiv:2409.11321) for the matrices inside layers, and AdamW for everything else.
+
+    Each layer's and each expert's matrix has preconditioners of its own, of inputs x inputs and outputs x outputs, on
+    every device. The first step only begins them.
+
+    Args:
+        learning_rate: A number, or a schedule from step to number.
+        model: Determines the axes; `jax.eval_shape` of a model is enough.
+        weight_decay: As in `adamw`.
+        b1: Decay of the mean gradient.
+        b2: Decay of the mean squared gradient, and of the preconditioners.
+        eps: As in `adamw`.
+        precondition_every: Steps between new eigenbases.
+        max_size: A side of a matrix that is longer is not preconditioned.
+        clip: As in `adamw`.
+    """
+    dims = muon_dimensions(model)
+    preconditioned = scale_by_soap(
+        dims,
+        nn.tree.axes(model),
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        precondition_every=precondition_every,
+        max_size=max_size,
+    )
+    rate = optax.scale_by_learning_rate(learning_rate)
+    matrices = optax.chain(preconditioned, optax.add_decayed_weights(weight_decay), rate)
+    rest = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
+    return _clipped(in_float32(_with_rest(matrices, rest, dims)), clip)
+
+
+def dion(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    model: Any,
+    rank: int = 128,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    weight_decay: float = 0.01,
+    beta: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip: float | None = None,
+) -> optax.GradientTransformation:
+    """Returns Dion (arXiv:2504.05295) for the matrices inside layers, and AdamW for everything else.
+
+    Updates have orthogonal factors of a low rank, so they cost less than those of `muon` for wide matrices. As in the
+    paper, an update's spectral norm is `learning_rate` times √(outputs / inputs), so rates are about ten times those of
+    Adam.
+
+    Args:
+        learning_rate: A number, or a schedule from step to number.
+        model: Determines the axes; `jax.eval_shape` of a model is enough.
+        rank: Rank of an update.
+        adam_learning_rate: Learning rate of AdamW; None means the same rate.
+        weight_decay: As in `adamw`.
+        beta: Decay of Dion's momentum.
+        b1: As in `adamw`.
+        b2: As in `adamw`.
+        eps: As in `adamw`.
+        clip: As in `adamw`.
+    """
+    dims = muon_dimensions(model)
+    low_rank = scale_by_dion(dims, nn.tree.axes(model), rank=rank, beta=beta, eps=eps)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    matrices = optax.chain(low_rank, optax.add_decayed_weights(weight_decay), rate)
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    rest = optax.adamw(adam_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
+    return _clipped(in_float32(_with_rest(matrices, rest, dims)), clip)
+
+
+def _with_rest(
+    matrices: optax.GradientTransformation, rest: optax.GradientTransformation, dims: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Returns an optimizer that updates the paths of `dims` with `matrices`, and all others with `rest`."""
 
     def kinds(params: dict[str, Any]) -> dict[str, str]:
         return {path: "matrix" if path in dims else "rest" for path in params}
 
-    both = optax.partition({"matrix": matrices, "rest": rest}, kinds)
-    return _clipped(_held_in(moments, both), clip)
+    return optax.partition({"matrix": matrices, "rest": rest}, kinds)
 
 
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    if jnp.dtype(moments) not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"moments must be float32 or bfloat16, got {jnp.dtype(moments).name}")
-    return (
-        bfloat16_moments(optimizer) if jnp.dtype(moments) == jnp.bfloat16 else offload_by_layer(in_float32(optimizer))
-    )
+    match jnp.dtype(moments).name:
+        case "float32":
+            return offload_by_layer(in_float32(optimizer))
+        case "bfloat16":
+            return bfloat16_moments(optimizer)
+        case "float8_e4m3fn":
+            return eight_bit_moments(optimizer)
+    raise ValueError(f"moments must be float32, bfloat16 or float8_e4m3fn, got {jnp.dtype(moments).name}")
 
 
 def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> optax.GradientTransformation:
@@ -171,17 +270,23 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
     return optimizer if clip is None else optax.chain(clip_by_global_norm(clip), optimizer)
 
 
-def muon_dimensions(model: Any) -> dict[str, optax.contrib.MuonDimensionNumbers]:
-    """Finds the input and output dimensions of each matrix by path; all dimensions before them are batch dimensions."""
+def muon_dimensions(model: Any, *, split_heads: bool = False) -> dict[str, Dimensions]:
+    """Finds the input and output dimensions of each matrix by path; all other dimensions number the matrices.
+
+    Args:
+        model: Determines the axes.
+        split_heads: True makes a matrix of each head that a projection computes.
+    """
     dimensions = {}
     for path, summed in nn.tree.summed_axes(model).items():
         variable = nn.variables(model)[path]
         names = variable.get_metadata()["axes"]
         axes = range(sharding.layers.num_layer_axes(names), len(names))  # without a stack's layer axis
         inputs = tuple(d for d in axes if names[d] in summed)
-        outputs = tuple(d for d in axes if names[d] not in summed and names[d] != "expert")
+        apart = {"expert", "heads", "kv_heads"} if split_heads and "head_dim" in names else {"expert"}
+        outputs = tuple(d for d in axes if names[d] not in summed and names[d] not in apart)
         if inputs and outputs and ".router." not in path:
-            dimensions[path] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
+            dimensions[path] = inputs, outputs
     return dimensions
 
 
@@ -218,126 +323,3 @@ def decay_mask(model: Any) -> Mask:
         for path, axes in names.items()
     }
     return lambda params: {path: decays[path] for path in params}
-
-
-def mup_lr_factors(model: Any, base: Any) -> dict[str, float]:
-    """Computes the factor on Adam's learning rate of each weight in a wider model (muP, arXiv:2203.03466).
-
-    A learning rate tuned on `base` then transfers to `model`, if the model is initialised with `mup_init` and its
-    heads are as wide as those of `base`. Weights that sum over their inputs (matrices of layers, and an untied head)
-    get the factor base inputs / inputs; embeddings, norms and biases keep their rate. A head tied to the embeddings has
-    no factor, and its logits grow with the width.
-
-    Args:
-        model: The wider model; `jax.eval_shape` of it is enough.
-        base: The same model in the width that was tuned.
-
-    Returns:
-        Factors by path, for `scale_by_path`.
-    """
-    summed = nn.tree.summed_axes(model) | {
-        path: ("embed",) for path, short in nn.tree.pattern_paths(model).items() if short == "head.w"
-    }
-    wide, narrow = _inputs(model, summed), _inputs(base, summed)
-    if wide.keys() != narrow.keys():
-        raise ValueError(f"both must have the same weights; only one has {sorted(wide.keys() ^ narrow.keys())}")
-    return {path: narrow[path] / wide[path] for path in wide}
-
-
-def mup_init(model: Model, base: Any) -> Model:
-    """Scales the initial values of a fresh `model` for muP: an untied head is multiplied by base inputs / inputs.
-
-    All other default initial values already have the right scale: 1 / sqrt(inputs) for matrices, and independent of the
-    width for embeddings. See `mup_lr_factors`.
-
-    Args:
-        model: The wider model, freshly initialised.
-        base: The same model in the width that was tuned; `jax.eval_shape` of it is enough.
-    """
-    factors = mup_lr_factors(model, base)
-    params, rest = nn.partition(model)
-    short = nn.tree.pattern_paths(model)
-    heads = {path: factors["head.w"] for path in params if short[path] == "head.w"}
-    return nn.combine(params | {path: (params[path] * f).astype(params[path].dtype) for path, f in heads.items()}, rest)
-
-
-def _inputs(model: Any, summed: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """Counts the inputs that each matrix sums over, by pattern path."""
-    sizes, short = {}, nn.tree.pattern_paths(model)
-    for path, variable in nn.variables(model).items():
-        names, shape = variable.get_metadata().get("axes", ()), variable.get_value().shape
-        if path in summed:
-            inputs = [n for name, n in zip(names, shape, strict=True) if name in summed[path]]
-            sizes[short[path]] = math.prod(inputs)
-    return sizes
-
-
-def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.1) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then a half cosine down to `end_fraction * peak` at `steps`.
-
-    Args:
-        peak: Largest learning rate.
-        steps: Number of steps of the run.
-        warmup: Number of steps of the warm-up.
-        end_fraction: Last learning rate, as a fraction of `peak`.
-
-    Raises:
-        ValueError: when the parts do not fit into `steps`.
-    """
-    _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end_fraction))
-
-
-def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.0) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, then a linear decay to `end_fraction * peak` at `steps`.
-
-    Args:
-        peak: Largest learning rate.
-        steps: Number of steps of the run.
-        warmup: Number of steps of the warm-up.
-        end_fraction: Last learning rate, as a fraction of `peak`.
-
-    Raises:
-        ValueError: when the parts do not fit into `steps`.
-    """
-    _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end_fraction * peak, steps - warmup))
-
-
-def warmup_stable_decay(
-    peak: float, steps: int, *, warmup: int, decay: int, end_fraction: float = 0.0
-) -> optax.Schedule:
-    """Returns a schedule with a linear warm-up, a plateau, and a linear decay to `end_fraction * peak`
-    (WSD, arXiv:2404.06395).
-
-    A run may be extended from any checkpoint of its plateau.
-
-    Args:
-        peak: Largest learning rate.
-        steps: Number of steps of the run.
-        warmup: Number of steps of the warm-up.
-        decay: Number of steps of the decay at the end.
-        end_fraction: Last learning rate, as a fraction of `peak`.
-
-    Raises:
-        ValueError: when the parts do not fit into `steps`.
-    """
-    _check(steps, warmup, decay)
-    parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, end_fraction * peak, decay)]
-    return _after_warmup(peak, warmup, optax.join_schedules(parts, [steps - warmup - decay]))
-
-
-def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.Schedule:
-    """Prepends a warm-up whose first step has a rate above 0: step `i` has `(i + 1) / (warmup + 1)` of the peak."""
-    if warmup == 0:
-        return schedule
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([rise, schedule], [warmup])
-
-
-def _check(steps: int, warmup: int, decay: int = 1) -> None:
-    if warmup < 0 or decay < 1 or warmup + decay > steps:
-        raise ValueError(
-            f"a schedule needs warmup >= 0, a decay of at least one step, and both within its steps; "
-            f"got steps={steps}, warmup={warmup}, decay={decay}"
-        )

@@ -116,8 +116,9 @@ class _Parts:
         if self.neftune_alpha:
             model = with_embedding_noise(model, self.key, self.neftune_alpha)
         inputs = {name: batch[name] for name in INPUTS if name in batch}
-        x, inputs = model.embed_inputs(batch["tokens"], dtype=self.dtype, remat=self.remat, **inputs)
-        x, ctx = model.enter(x, **inputs)
+        embedded, inputs = model.embed_inputs(batch["tokens"], dtype=self.dtype, remat=self.remat, **inputs)
+        x, ctx = model.enter(embedded, **inputs)
+        _check_activations(x, model)
         layers = model.layers
         layer_inputs = layers.inputs_by_group(model.layer_inputs(_activations(x), ctx))
         nn.stack.check_no_inputs(layer_inputs[layers.staged :])
@@ -126,7 +127,7 @@ class _Parts:
         for n in range(layers.staged):
             x, _, aux = layers.run_group(n, x, ctx, remat=self.remat, inputs=layer_inputs[n])
             auxes.append(aux)
-        targets = _targets_by_row(self.from_hidden, model, _activations(x), _without_inputs(batch))
+        targets = _targets_by_row(self.from_hidden, model, embedded, _without_inputs(batch))
         return (x, jnp.sum(targets) * _sum_losses(auxes)), (ctx, targets, auxes)
 
     def stage(self, layers: dict[str, Any], fixed: Any, active: Any, x: Any, data: Any) -> Any:
@@ -154,10 +155,14 @@ def _check_model(model: Any) -> None:
             "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
             f"layers repeat; got {type(model).__name__}"
         )
-    if getattr(model, "layers_take_tokens", False):
+
+
+def _check_activations(x: Any, model: Any) -> None:
+    """Raises ValueError for integers among what passes from layer to layer, which have no gradient to send back."""
+    if not all(jnp.issubdtype(a.dtype, jnp.inexact) for a in jax.tree.leaves(x)):
         raise ValueError(
-            f"the layers of {type(model).__name__} take token ids or per-layer inputs, which are not passed through "
-            "the stages of a pipeline: use a layout without a Pipeline"
+            f"the layers of {type(model).__name__} pass integers on, such as chosen keys, but a 1F1B pipeline sends back a "
+            "gradient of all that passes: use sharding.Pipeline(schedule='gpipe')"
         )
 
 
@@ -171,14 +176,14 @@ def _split(trainable: dict[str, Any], rest: Any) -> tuple[dict[str, Any], dict[s
     return body, outer, inside
 
 
-def _activations(x: Any) -> Float[Array, "B T D"]:
-    """Returns the residual stream among what passes from layer to layer."""
+def _activations(x: Any) -> Array:
+    """Returns the residual stream among what passes from layer to layer, `B T D`, or `B T n D` in n streams."""
     return x.x if isinstance(x, nn.stack.Carry) else x
 
 
 def _without_inputs(batch: Batch) -> Batch:
-    """Returns what microbatches get: images and sound are used up before them, but a loss sees that there were some."""
-    return batch | {name: None for name in ("images", "audio") if name in batch}
+    """Returns what microbatches get: images, sound and sources are used up before, but a loss sees that they were."""
+    return batch | {name: None for name in ("images", "audio", "source") if name in batch}
 
 
 def _targets_by_row(from_hidden: Callable, model: Any, x: Array, batch: Batch) -> Float[Array, " B"]:

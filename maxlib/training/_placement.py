@@ -106,7 +106,8 @@ def _is_global(x: Any) -> bool:
 
 
 def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
-    """Constrains gradients, moments and other arrays to their parameter's sharding; everything else is replicated.
+    """Constrains gradients, moments and other arrays of a parameter's rank to its sharding, as far as their sizes
+    divide; everything else is replicated.
 
     Without this XLA chooses the sharding, and may gather a gradient or reshard a donated buffer.
 
@@ -124,8 +125,10 @@ def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optim
     def put(path, leaf):
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
-            if name in params and leaf.shape == params[name].shape:
-                spec = spec_of(names[name], leaf.shape, path=name)
+            if name in params and leaf.ndim == params[name].ndim:
+                spec = spec_of(names[name], params[name].shape, path=name)
+                if leaf.shape != params[name].shape:  # such as scales of blocks, or one number for each row
+                    spec, _ = sharding.layers.drop_uneven(spec, leaf.shape, layout.mesh)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree_util.tree_map_with_path(put, tree)

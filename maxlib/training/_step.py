@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -19,13 +19,15 @@ from maxlib.hardware import current_device
 from maxlib.nn.router import expert_bias_paths, moved_biases
 from maxlib.training._gradients import bind_options, divisor, gradient
 from maxlib.training._offload import apply_updates, update
+from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.training._placement import batch_axes, place_like_parameters
+from maxlib.training._qk_clip import clip_queries_and_keys, max_logits_taps
 from maxlib.training._state import TrainState
-from maxlib.training.losses import Batch, Loss, LossFunction, Quotient, Stats, check_remat_names
+from maxlib.training.losses import Batch, Loss, LossFunction, MacroMean, Quotient, Stats, check_remat_names
 
 Metrics = dict[str, Any]
-_OWN_METRICS = {"loss", "grad_norm", "finite", "num_targets", "num_tokens", "skipped", "learning_rate"}
+_OWN_METRICS = {"max_logit", "loss", "grad_norm", "finite", "num_targets", "num_tokens", "skipped", "learning_rate"}
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
@@ -37,8 +39,10 @@ def make_train_step(
     remat: nn.remat.Policy = None,
     microbatches: int = 1,
     neftune_alpha: float | None = None,
+    dropout: Mapping[str, float] | None = None,
     log_schedule: optax.Schedule | None = None,
     router_bias_update_rate: float = 1e-3,
+    qk_clip: float | None = None,
 ) -> Step:
     """Makes `step(state, batch) -> (state, metrics)`, pure; jit it with its state donated, or use `jit_step`.
 
@@ -63,19 +67,30 @@ def make_train_step(
         neftune_alpha: Size of noise that is added to token vectors (NEFTune, arXiv:2310.05914): uniform in
             ±alpha / √(L D), L the number of real tokens of the document; 5 is usual, None for no noise. The model needs
             `embed_inputs` and `embed_tokens`, like `nn.Decoder`.
+        dropout: Probability of a zero by name of an intermediate value, such as `{"attn": 0.1, "mlp": 0.1}`; see
+            `nn.with_dropout`. None drops nothing. Pipelines do not support it.
         log_schedule: Schedule to log as `learning_rate`. It does not change the rate: pass the same schedule to the
             optimizer.
         router_bias_update_rate: Step size of the expert biases of trained routers (arXiv:2408.15664), for models that
             have them (`nn.Router(expert_bias=True)`). 0 freezes them. The default is that of DeepSeek V3.
+        qk_clip: Largest attention logit, 100 in Kimi K2 (MuonClip, arXiv:2507.20534). After a step, the projections of
+            queries and keys of each head whose logits exceeded it in the step's forward pass are scaled down; the
+            metric `max_logit` is the largest one. It costs one more product of queries and keys in the forward pass.
+            For layers of `nn.Attention` without norms of queries and keys, and `nn.MLA`. None clips nothing.
 
     Raises:
         TypeError: when the loss does not take these options; in a step, when a 1F1B pipeline cannot take the loss.
-        ValueError: for less than one microbatch; in a step, for a metric of the loss that has one of the names above;
+        ValueError: for less than one microbatch, or `qk_clip` that is not positive; in a step, for a pipeline or a
+            layer that `qk_clip` does not support; for a metric of the loss that has one of the names above;
             for a batch whose rows (of a microbatch) or sequence the layout does not divide; or for a name in `remat`
             that no layer marks.
     """
-    gradient_of = make_gradient(loss, dtype=dtype, remat=remat, microbatches=microbatches, neftune_alpha=neftune_alpha)
+    gradient_of = make_gradient(
+        loss, dtype=dtype, remat=remat, microbatches=microbatches, neftune_alpha=neftune_alpha, dropout=dropout
+    )
     optimizer = optax.with_extra_args_support(optimizer)
+    if qk_clip is not None and qk_clip <= 0:
+        raise ValueError(f"qk_clip must be the largest attention logit, a number above 0, got {qk_clip}")
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if isinstance(loss, Loss):
@@ -85,7 +100,12 @@ def make_train_step(
         key = jax.random.fold_in(state.key, state.step)
         batch = jax.tree.map(_by_rows, batch)
         check_remat_names(remat, state.trainable, state.rest, batch)
-        grads, value, stats = gradient_of(state.trainable, state.rest, batch, key)
+        if qk_clip is None:
+            (grads, value, stats), max_logits = gradient_of(state.trainable, state.rest, batch, key), {}
+        else:
+            taps, rest = max_logits_taps(state.trainable, state.rest)
+            grads, value, stats = gradient_of(state.trainable | taps, rest, batch, key)
+            max_logits = {path: grads.pop(path) for path in taps}
         _check_metric_names(stats)
         grads = place_like_parameters(grads, state.trainable, state.rest, optimizer=True)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
@@ -93,6 +113,10 @@ def make_train_step(
         skipped = optax.tree.get(opt_state, "skipped")  # None without `skip_spikes`
         metrics = {"loss": value, "grad_norm": norm, "num_targets": stats.num_targets, "num_tokens": num_tokens(batch)}
         metrics |= _health(value, norm, skipped) | means(stats)
+        if qk_clip is not None:
+            clipped = clip_queries_and_keys(trainable, state.rest, max_logits, limit=qk_clip, skipped=skipped)
+            trainable = place_like_parameters(clipped, state.trainable, state.rest)
+            metrics["max_logit"] = jnp.max(jnp.stack([jnp.max(x) for x in max_logits.values()]))
         if log_schedule is not None:
             metrics["learning_rate"] = jnp.asarray(log_schedule(state.step), jnp.float32)
         rest, rate = state.rest, cast(Any, router_bias_update_rate)
@@ -110,17 +134,20 @@ def make_gradient(
     remat: nn.remat.Policy = None,
     microbatches: int = 1,
     neftune_alpha: float | None = None,
+    dropout: Mapping[str, float] | None = None,
 ) -> Callable[..., tuple[dict[str, Any], Array, Stats]]:
     """Makes `gradient(trainable, rest, batch, key)`, the gradient of the mean loss, the mean loss, and `Stats`.
 
     The schedule of the active layout's pipeline decides how it is computed. Arguments are those of `make_train_step`.
     """
-    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha, dropout=dropout)
     if microbatches < 1:
         raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
 
     def gradient_of(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array) -> Any:
         layout = sharding.current()
+        if dropout and layout is not None and layout.pipeline is not None:
+            raise ValueError("dropout is not supported in a pipeline: use a layout without one, or no dropout")
         if layout is None or layout.pipeline is None or layout.pipeline.schedule == "gpipe":
             return gradient(bound, trainable, rest, batch, key, microbatches=microbatches)
         if microbatches > 1:
@@ -153,22 +180,24 @@ def _health(loss: Array, norm: Array, skipped: Array | None) -> Metrics:
     return {"finite": finite | skipped, "skipped": skipped.astype(jnp.float32)}
 
 
-def make_eval_step(loss: LossFunction, *, dtype: Any = None) -> Callable[[TrainState, Batch], Stats]:
+def make_eval_step(loss: LossFunction, *, dtype: Any = None, ema: bool = False) -> Callable[[TrainState, Batch], Stats]:
     """Makes `step(state, batch) -> Stats`, with the loss among its sums; see `evaluate`.
 
     Args:
         loss: As for `make_train_step`.
         dtype: As for `make_train_step`.
+        ema: True evaluates the averages of the parameters (`ema_model`) instead of the parameters.
 
     Raises:
-        ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout.
+        ValueError: in a step, for a batch whose rows or sequence do not divide under the active layout; with `ema`, for
+            an optimizer without averages.
     """
     bound = bind_options(loss, dtype=dtype)
 
     def step(state: TrainState, batch: Batch) -> Stats:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
-        value, stats = bound(state.model, jax.tree.map(_by_rows, batch), state.key)
+        value, stats = bound(ema_model(state) if ema else state.model, jax.tree.map(_by_rows, batch), state.key)
         _check_metric_names(stats)
         return _everywhere(Stats(stats.num_targets, {"loss": value} | stats.sums))
 
@@ -240,10 +269,14 @@ def _mesh_of(tree: Any) -> dict[str, int]:
 
 def means(stats: Stats) -> Metrics:
     """Divides a loss's sums by the number of targets, or by their own divisors."""
-    quotients = {
-        name: x if isinstance(x, Quotient) else Quotient(x, stats.num_targets) for name, x in stats.sums.items()
-    }
-    return {name: x.sum / divisor(x.count) for name, x in quotients.items()}
+    return {name: _mean(x, stats.num_targets) for name, x in stats.sums.items()}
+
+
+def _mean(x: Any, num_targets: Any) -> Array:
+    if isinstance(x, MacroMean):
+        return jnp.sum(x.sums / divisor(x.counts)) / divisor(jnp.sum(x.counts > 0))
+    total, count = x if isinstance(x, Quotient) else (x, num_targets)
+    return total / divisor(count)
 
 
 def num_tokens(batch: Batch) -> Array:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from maxlib.observability import (
     training_flops,
 )
 from maxlib.training._batch_checks import check_first_batch
-from maxlib.training._evaluation import Evaluation, evaluate
+from maxlib.training._evaluation import Evaluation, by_prefix, evaluate, target_reached
 from maxlib.training._export import Export
 from maxlib.training._gradients import bind_options
 from maxlib.training._placement import copy_model, host_rows, shard_batch
@@ -67,12 +67,15 @@ class Trainer:
         remat: What layers keep for the backward pass; None keeps everything.
         microbatches: Number of parts of a batch whose gradients are computed one after the other.
         neftune_alpha: Size of the noise of token vectors in training; None for no noise.
+        dropout: Probability of a zero by name of an intermediate value (`nn.with_dropout`); None drops nothing.
         log_schedule: Schedule to log as `learning_rate`; the optimizer needs the same schedule.
         router_bias_update_rate: Step size of the expert biases of trained routers.
+        qk_clip: Largest attention logit (MuonClip); None clips nothing.
         layout: The mesh and how arrays are sharded over it, such as `sharding.Layout(mesh)`.
         diloco: Lets replicas train alone and meet rarely; the model is then that of the last meeting.
         filter: Selects the trained parameters; None as in `make_state`.
-        evaluation: Held-out data, and how often to compute the loss on it; always computed at the end.
+        evaluation: Held-out data, and how often to compute the loss on it; always computed at the end. Several sets
+            are a dictionary of evaluations by name, whose metrics are `eval/NAME/...`.
         checkpointer: Saves by its own policy, and at the end.
         callbacks: Pairs `(n, f)`, where `f(trainer)` runs after every `n` steps (its time does not count as step time
             unless n is 1), and exports such as `HuggingFaceExport`, which also run at the end, and at start-up if the
@@ -106,12 +109,14 @@ class Trainer:
         remat: nn.remat.Policy = None,
         microbatches: int = 1,
         neftune_alpha: float | None = None,
+        dropout: Mapping[str, float] | None = None,
         log_schedule: optax.Schedule | None = None,
         router_bias_update_rate: float = 1e-3,
+        qk_clip: float | None = None,
         layout: sharding.Layout | None = None,
         diloco: DiLoCo | None = None,
         filter: nn.tree.Filter | None = None,
-        evaluation: Evaluation | None = None,
+        evaluation: Evaluation | Mapping[str, Evaluation] | None = None,
         checkpointer: Checkpointer | Tiers | None = None,
         callbacks: Sequence[tuple[int, Callable[["Trainer"], Any]] | Export] = (),
         directory: str | Path | None = None,
@@ -119,7 +124,8 @@ class Trainer:
         key: jax.Array | int = 0,
     ):
         loader = as_loader(loader, "loader")
-        _check_arguments(model, loader, evaluation, checkpointer, callbacks)
+        evaluations = by_prefix(evaluation)
+        _check_arguments(model, loader, evaluations, checkpointer, callbacks)
         sharding.check_layout(layout)
         if layout is None and jax.process_count() > 1:
             raise ValueError(
@@ -133,18 +139,24 @@ class Trainer:
             remat=remat,
             microbatches=microbatches,
             neftune_alpha=neftune_alpha,
+            dropout=dropout,
             log_schedule=log_schedule,
             router_bias_update_rate=router_bias_update_rate if diloco is None else 0.0,
+            qk_clip=qk_clip,
         )
-        self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha)
+        self.loss = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha, dropout=dropout)
         self.train_step = jit_step(train_step) if diloco is None else diloco.wrap(train_step)
-        self._eval_step = jax.jit(make_eval_step(loss, dtype=dtype))
+        self._eval_steps = {
+            prefix: jax.jit(make_eval_step(loss if e.loss is None else e.loss, dtype=dtype, ema=e.ema))
+            for prefix, e in evaluations.items()
+        }
         follow_layout(loader, layout)
-        if evaluation is not None:
-            follow_layout(evaluation.loader, layout)
+        for e in evaluations.values():
+            follow_layout(e.loader, layout)
         self.clock = GoodputRecorder(directory if jax.process_index() == 0 else None)
         self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
         self.loader, self.evaluation, self.checkpointer = loader, evaluation, checkpointer
+        self._evaluations = evaluations
         exports = [callback for callback in callbacks if isinstance(callback, Export)]
         self.callbacks = [callback for callback in callbacks if not isinstance(callback, Export)]
         self._saving = SaveManager(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
@@ -165,7 +177,7 @@ class Trainer:
         self._empty = 0  # consecutive steps without a target
         self._counted = False  # True once the FLOPs of a step are counted
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
-        self._evaluated: int | None = None  # step of the newest evaluation
+        self._evaluated: dict[str, int] = {}  # step of each set's newest evaluation
         self._counts_at: int | None = None  # step at which the loaders' counts were last written
         self._origin: ResumePoint | None = None  # None until `restore` has run
 
@@ -218,8 +230,7 @@ class Trainer:
             try:
                 self._catch_up()
                 self._loop(steps)
-                if self.evaluation is not None and self._evaluated != self.step:
-                    self.evaluate()
+                self._evaluate([prefix for prefix in self._evaluations if self._evaluated.get(prefix) != self.step])
             except Interrupted:
                 self._save_at_end(urgent=True)
                 self.log(f"stopped on request after step {self.step} of {steps}; the same command continues from there")
@@ -229,26 +240,18 @@ class Trainer:
         return self._last
 
     def evaluate(self) -> dict[str, Any]:
-        """Computes the metrics over the held-out batches of `evaluation`, written as `eval/...`.
+        """Computes the metrics over the held-out batches of `evaluation`, written as `eval/...` or `eval/NAME/...`.
 
         Restores first if `restore` has not been called: with a checkpointer these are the metrics of its newest
         checkpoint.
         """
-        if self.evaluation is None:
+        if not self._evaluations:
             raise ValueError(
                 "this trainer has no held-out data; pass evaluation=Evaluation(loader), or call training.evaluate"
             )
         if self._origin is None:
             self.restore()
-        self._flush()
-        self.evaluation.loader.reset()
-        with self.clock.span("evaluation"), self.sharded():
-            values = evaluate(self._eval_step, self.state, self._batches(self.evaluation))
-        values = {f"eval/{name}": value for name, value in values.items()}
-        self._evaluated, self._last = self.step, self._last | values
-        self.writers.write(self.step, values)
-        self._write_counts()
-        return values
+        return self._evaluate(list(self._evaluations))
 
     def save(self, *, urgent: bool = False) -> None:
         """Starts saving everything. A save that fails is reported, and training continues. urgent: do not wait for
@@ -259,6 +262,24 @@ class Trainer:
         self._flush()  # a state that is not finite raises here, before it is saved
         self._write_counts()
         self._saving.start(self.step, self.state, self.loader.get_state(), self._last, urgent=urgent)
+
+    def _evaluate(self, prefixes: Collection[str]) -> dict[str, Any]:
+        """Computes, writes and returns the metrics of some of the held-out sets."""
+        if not prefixes:
+            return {}
+        self._flush()
+        values: dict[str, Any] = {}
+        with self.clock.span("evaluation"), self.sharded():
+            for prefix in prefixes:
+                evaluation = self._evaluations[prefix]
+                evaluation.loader.reset()
+                computed = evaluate(self._eval_steps[prefix], self.state, self._batches(evaluation))
+                values |= {f"{prefix}{name}": value for name, value in computed.items()}
+        self._evaluated |= dict.fromkeys(prefixes, self.step)
+        self._last = self._last | values
+        self.writers.write(self.step, values)
+        self._write_counts()
+        return values
 
     def log(self, text: str) -> None:
         """Prints a line on the first process's terminal."""
@@ -290,6 +311,9 @@ class Trainer:
 
     def _loop(self, steps: int) -> None:
         while self.step < steps:
+            if (reached := target_reached(self._evaluations, self._last)) is not None:
+                self.log(f"training ends after step {self.step} of {steps}: {reached}")
+                break
             # Programs, also those of loaders, are traced until the first step has run.
             tracing = contextlib.nullcontext() if self._counted else collection_paused()
             with self.clock.step(self.step + 1), tracing:
@@ -350,8 +374,7 @@ class Trainer:
                     self._flush()
                 with self.clock.span("callbacks"):
                     callback(self)
-        if self.evaluation is not None and self._due(self.evaluation.every):
-            self.evaluate()
+        self._evaluate([prefix for prefix, e in self._evaluations.items() if e.is_due(self.step)])
         if self._saving.export_is_due(self.step):
             self._flush()  # a state that is not finite raises here, before it replaces a good export
             self._saving.export(self.step, self.state)
@@ -403,9 +426,8 @@ class Trainer:
 
     def _catch_up(self) -> None:
         """Runs the evaluation, exports and slower tiers' saves that were due at the restored step but not done."""
-        evaluated = any(name.startswith("eval/") for name in self._last)
-        if self.evaluation is not None and self._due(self.evaluation.every) and not evaluated:
-            self.evaluate()
+        due = [prefix for prefix, e in self._evaluations.items() if e.is_due(self.step)]
+        self._evaluate([prefix for prefix in due if not any(name.startswith(prefix) for name in self._last)])
         self._saving.export(self.step, self.state, missing=True)
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
             self.save()
@@ -428,15 +450,15 @@ class Trainer:
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
 
 
-def _check_arguments(model: Any, loader: Any, evaluation: Any, checkpointer: Any, callbacks: Iterable[Any]) -> None:
+def _check_arguments(
+    model: Any, loader: Any, evaluations: Mapping[str, Evaluation], checkpointer: Any, callbacks: Iterable[Any]
+) -> None:
     """Raises TypeError for an argument of a wrong type, and ValueError for a loader that is used twice."""
     if not callable(model) and not nn.variables(model):
         raise TypeError(
             f"model must be an nnx.Module, a pytree of them or a function that builds one, got {type(model).__name__}"
         )
-    if evaluation is not None and not isinstance(evaluation, Evaluation):
-        raise TypeError(f"evaluation must be a training.Evaluation(loader, every=100), got {evaluation!r:.80}")
-    if evaluation is not None and _innermost(evaluation.loader) is _innermost(loader):
+    if any(_innermost(evaluation.loader) is _innermost(loader) for evaluation in evaluations.values()):
         raise ValueError(
             "evaluation has the training loader, which each evaluation would reset to its first batch: give "
             "Evaluation a loader of its own, over held-out data"

@@ -7,12 +7,13 @@ stage.
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.nn.mtp import shift_left
@@ -37,6 +38,16 @@ class Quotient(NamedTuple):
     count: Float[Array, ""]
 
 
+class MacroMean(NamedTuple):
+    """A metric that is the unweighted mean of several quotients, of those with a divisor above 0.
+
+    Sums and counts are added over microbatches and batches.
+    """
+
+    sums: Float[Array, " S"]
+    counts: Float[Array, " S"]
+
+
 @nn.pytree
 class Stats:
     """Counts and metrics of a loss, summed over microbatches (and batches, in evaluation).
@@ -44,7 +55,7 @@ class Stats:
     Args:
         num_targets: Divisor of the loss sum and weight of this batch: the number of target tokens, pairs or sequences.
             It must only depend on the batch.
-        sums: Metrics, each summed over these targets, or a `Quotient`.
+        sums: Metrics, each summed over these targets, or a `Quotient`, or a `MacroMean`.
         expert_counts: How often each expert of each layer was chosen, `L E`, for expert balancing; `Loss` adds them.
     """
 
@@ -78,8 +89,10 @@ class Loss:
             pipeline then sum gradients only once. Set it to False if the loss runs layers of its own (as `MTP` does)
             that report values computed from all rows together, such as expert loads. A loss that compares rows gives a
             different result with microbatches in any case: put related sequences into one row.
+        reads_targets: False if the loss does not need `targets`.
     """
 
+    reads_targets: ClassVar[bool] = True
     reads: ClassVar[Collection[str] | None] = None
     sums_over_rows: ClassVar[bool] = True
 
@@ -89,8 +102,8 @@ class Loss:
         Args:
             model: The model. Use only its `head_weight()`, `softcap`, `logits`, and modules outside of its layers.
             hidden: Its last hidden states, after the final norm.
-            batch: The batch, whose `tokens`, `positions`, `segment_ids`, `valid`, `images` and `audio` were the model's
-                inputs.
+            batch: The batch, whose `tokens`, `positions`, `segment_ids`, `valid`, `images`, `audio` and `source` were
+                the model's inputs.
         """
         raise NotImplementedError(f"{type(self).__name__} must define from_hidden(model, hidden, batch)")
 
@@ -136,7 +149,8 @@ class Loss:
         """Raises ValueError if the batch has another library's name for an input of the loss, or no targets."""
         if self.reads is not None:
             check_batch_names(type(self).__name__, batch, self.reads)
-            check_has_targets(type(self).__name__, batch)
+            if self.reads_targets:
+                check_has_targets(type(self).__name__, batch)
 
     def warn_of_unread(self, batch: Batch) -> None:
         """Warns about names in the batch that the loss does not read."""
@@ -169,6 +183,53 @@ class NextToken(Loss):
             label_smoothing=self.label_smoothing,
         )
         return loss, Stats(num_learned(batch), sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class BySource(Loss):
+    """Cross-entropy as `NextToken`, with metrics for each source of the text, for evaluation.
+
+    Reads `batch["sources"]`, the number of each token's source, as `data.pack(sources=)` writes it; without names of
+    sources it is not needed. `nll`, `accuracy` and `bits_per_byte` are means over all targets (micro). For each source
+    there are `NAME/nll`, `NAME/bits_per_byte` and `NAME/share`, its share of the targets, so `nll` is the sum of all
+    `NAME/share` times `NAME/nll`. `macro_nll` and `macro_bits_per_byte` are the means over the sources that have
+    targets.
+
+    Bits per byte, Σ nll / (ln 2 Σ bytes), do not depend on how a tokenizer divides a text, so they compare models with
+    different tokenizers.
+
+    Args:
+        sources: Names of the sources, in the order of their numbers.
+        byte_lengths: Bytes of each token (`tokenization.byte_lengths`), for bits per byte; None computes none.
+    """
+
+    sources: tuple[str, ...] = ()
+    byte_lengths: Any = dataclasses.field(default=None, repr=False, compare=False)
+    reads: ClassVar[Collection[str]] = ("sources",)
+
+    def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+        targets = batch["targets"]
+        scored = score(model, hidden, targets)
+        values = {"nll": (-scored.log_prob, ops.is_learned(targets).astype(jnp.float32))}
+        if self.byte_lengths is not None:
+            sizes = jnp.asarray(self.byte_lengths, jnp.float32)
+            values["bits_per_byte"] = (-scored.log_prob / math.log(2), values["nll"][1] * sizes[targets])
+        stats = Stats(num_learned(batch), {"accuracy": jnp.sum(scored.correct, dtype=jnp.float32)})
+        for name, (value, weight) in values.items():
+            stats.sums[name] = Quotient(jnp.sum(value), jnp.sum(weight))
+        for name, (value, weight) in values.items() if self.sources else ():
+            # [B, T] -> [sources]
+            sums, weights = self._sums(value, batch["sources"]), self._sums(weight, batch["sources"])
+            stats.sums[f"macro_{name}"] = MacroMean(sums, weights)
+            for i, source in enumerate(self.sources):
+                stats.sums[f"{source}/{name}"] = Quotient(sums[i], weights[i])
+                if name == "nll":
+                    stats.sums[f"{source}/share"] = weights[i]
+        return -jnp.sum(scored.log_prob), jax.lax.stop_gradient(stats)
+
+    def _sums(self, values: Float[Array, "B T"], sources: Int[Array, "B T"]) -> Float[Array, " S"]:
+        """Sums the values of each source."""
+        return jnp.stack([jnp.sum(jnp.where(sources == i, values, 0)) for i in range(len(self.sources))])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ How a tensor's name becomes a parameter: the family's `_table` in `maxlib/models
 
 from maxlib.weights import fields as fields
 from maxlib.weights import files as files
+from maxlib.weights import gguf as gguf
 from maxlib.weights import merging as merging
 from maxlib.weights import names as names
 from maxlib.weights._family import Family as Family

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -20,6 +20,8 @@ from flax import nnx
 from maxlib import distributed, nn, sharding
 from maxlib._names import Presets
 from maxlib.tokenization import ChatTemplate
+from maxlib.weights._compressed import plain, write_compressed
+from maxlib.weights._heads import MODULES, load_embedder, with_config_head, with_model_head, write_modules
 from maxlib.weights._hf_config import HFConfig, read_config
 from maxlib.weights._hub import import_hub, model_directory
 from maxlib.weights._loading import load
@@ -106,9 +108,10 @@ def _the(matching: list[Family], what: str, known: str) -> Family:
 
 
 def family_of(model: Any) -> Family:
-    """Returns the registered family of a model; raises ValueError if there is none."""
+    """Returns the registered family of a model, with its head (`nn.with_head`); raises ValueError if there is none."""
     matching = [f for f in families() if type(model) is f.model]
-    return _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
+    family = _the(matching, f"models of class {type(model).__name__}", ", ".join(f.name for f in families()))
+    return with_model_head(family, model)
 
 
 def read_model(
@@ -135,7 +138,7 @@ def read_model(
         )
     data = read_config(directory)
     if family is None:
-        family = _family_for(data, Path(directory) / "config.json")
+        family = family_for(data, Path(directory) / "config.json")
     elif isinstance(family, str):
         raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
@@ -150,12 +153,13 @@ def read_model(
     return family, cfg
 
 
-def _family_for(data: Mapping[str, Any], path: Path) -> Family:
+def family_for(data: Mapping[str, Any], path: Path) -> Family:
+    """Returns the family for the fields of a config.json; raises ValueError if there is none."""
     kind, text = data.get("model_type"), data.get("text_config")
     nested = f"{kind}/{text.get('model_type')}" if isinstance(text, Mapping) else kind
     claimed = [f for f in families() if nested in f.model_types] or [f for f in families() if kind in f.model_types]
     known = ", ".join(sorted(t for f in families() for t in f.model_types))
-    return _the(claimed, f"the model_type {kind!r} of {path}", known)
+    return with_config_head(_the(claimed, f"the model_type {kind!r} of {path}", known), data)
 
 
 def from_pretrained(
@@ -167,9 +171,13 @@ def from_pretrained(
     dtype: Any = None,
     family: Family | None = None,
     ignore_fields: Collection[str] = (),
+    keep_quantized: bool = False,
     **changes: Any,
 ) -> Any:
     """Reads a Hugging Face model: config.json and safetensors, one file or several with an index.
+
+    A classifier, reward model or model of token labels has an `nn.ScoreHead`, a sentence-transformers model an
+    `nn.EmbeddingHead`.
 
         model = maxlib.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=jnp.float32)
 
@@ -183,6 +191,9 @@ def from_pretrained(
         family: Needed only for models that are not registered.
         ignore_fields: Fields of config.json that the family does not know and that change nothing, by dotted path, such
             as `["internal_version"]`. By default an unknown field is an error, as the model may compute something else.
+        keep_quantized: True keeps weights in the few bits in which the files have them (GPTQ, AWQ, compressed-tensors,
+            bitsandbytes and others), for inference and for adapters; a warning names those that are dequantized,
+            because their layout does not allow it. False dequantizes all.
         **changes: Fields of the configuration that override those of config.json (`num_mtp=1`).
 
     Returns:
@@ -202,7 +213,16 @@ def from_pretrained(
         )
     family, cfg = read_model(directory, family=family, ignore_fields=ignore_fields)
     cfg = dataclasses.replace(cfg, **changes)
-    return load(lambda: family.model(cfg, rngs=nnx.Rngs(0)), family.table(cfg), directory, layout=layout, dtype=dtype)
+    if (directory / MODULES).exists():
+        return load_embedder(family, cfg, directory, layout=layout, dtype=dtype)
+    return load(
+        lambda: family.model(cfg, rngs=nnx.Rngs(0)),
+        family.table(cfg),
+        directory,
+        layout=layout,
+        dtype=dtype,
+        keep_quantized=keep_quantized,
+    )
 
 
 def save_pretrained(
@@ -218,6 +238,7 @@ def save_pretrained(
     overwrite: bool = False,
     model_card: Any = False,
     family: Family | None = None,
+    quantized: Literal["compressed-tensors"] | None = None,
 ) -> None:
     """Writes `model` atomically as a Hugging Face directory that transformers opens.
 
@@ -240,6 +261,9 @@ def save_pretrained(
         overwrite: True replaces an earlier export.
         model_card: Text of README.md, or a `huggingface_hub.ModelCard`; True writes a default card, False none.
         family: Needed only for models that are not registered.
+        quantized: "compressed-tensors" writes the quantized weights of a model from `quantization.for_inference` (int4,
+            int8 and FP8) in the format that transformers, vLLM and SGLang read. None writes plain weights, and refuses
+            a model that has quantized ones.
 
     Raises:
         FileExistsError: If the directory is not empty.
@@ -248,20 +272,30 @@ def save_pretrained(
     family = family or family_of(model)
     config = family.fields.write(model.cfg)
     table = family.table(model.cfg)
-    check_reads_back(model, family.model, table)
+    if quantized not in (None, "compressed-tensors"):
+        raise ValueError(f"quantized must be None or 'compressed-tensors', got {quantized!r}")
+    check_reads_back(model if quantized is None else plain(model), family.model, table)
     what, first = f"saving in {directory}", jax.process_index() == 0
     with distributed.raise_on_all(what), contextlib.ExitStack() as stack:
         with distributed.raise_on_all(what):  # before other processes wait for this one in a gather
             source = model_directory(like) if first and like is not None else None
             part = stack.enter_context(whole_directory(directory, overwrite=overwrite)) if first else Path()
-        stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        extra: dict[str, Any] = {}
+        if quantized is None:
+            stored = write_weights(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        else:
+            stored, settings = write_compressed(model, table, part, dtype=dtype, max_shard_bytes=max_shard_bytes)
+            extra = {"quantization_config": settings}
+        write_modules(model, part, dtype=dtype)
         if not first:
             return
         # Without these ids in config.json, transformers assumes those of the published models.
         ids = write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=chat_template, generation=generation
         )
-        write_json(part / "config.json", config | ids | {"dtype": stored.name, "torch_dtype": stored.name})
+        # An id that a family needs, and writes itself, is not overridden by an unknown one.
+        known = {name: value for name, value in ids.items() if value is not None or name not in config}
+        write_json(part / "config.json", config | known | {"dtype": stored.name, "torch_dtype": stored.name} | extra)
         if "eos_token_id" not in (generation or {}):
             add_end_of_turn(part)
         if model_card:

@@ -1,7 +1,8 @@
-"""Scaled FP8: a float8 tensor `x` with scales `x_scale_inv`.
+"""Scaled FP8: a float8 tensor `x` with scales `x_scale_inv`; in DeepSeek V4 `x.weight` with `x.scale`.
 
 There is one scale for each 128 x 128 block (DeepSeek V3 and others), or one for the whole tensor (Ministral 3). Stacked
-experts in one tensor have separate scales (Mistral Small 4). Such a pair is read like one plain tensor, so model tables
+experts in one tensor have separate scales (Mistral Small 4). DeepSeek V4's experts are FP4: int8 tensors, two numbers
+in a byte, with a power of two for 32 numbers of a row. Such a pair is read like one plain tensor, so model tables
 do not mention it. Activation scales, which are for FP8 matmuls, are ignored. Exports are plain.
 """
 
@@ -12,12 +13,14 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
+from maxlib.weights import mxfp4
 from maxlib.weights.files import Stored
 
 BLOCK = 128
 SUFFIX = "_scale_inv"
 ACTIVATION = "activation_scale"  # replaces "weight", or is appended to other names, if activations have fixed scales
 _DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+_FP4 = np.dtype(np.int8)
 _BYTES = np.arange(256, dtype=np.uint8)
 
 
@@ -52,6 +55,21 @@ class Scaled(Stored):
         return _float32(take(raw)) * take(factors)
 
 
+@dataclass(frozen=True)
+class ScaledFP4(Stored):
+    """A matrix of bfloat16, computed from two stored tensors: `O I/2` bytes, and scales `O I/32` in E8M0."""
+
+    as_stored: ClassVar[bool] = False
+    raw: Stored
+    scale: Stored
+
+    def view(self) -> np.ndarray:
+        """Returns the values."""
+        # [O, I / 2] -> [O, I / 32, 16] -> [O, I]
+        blocks = self.raw.view().view(np.uint8).reshape(*self.scale.shape, mxfp4.BLOCK // 2)
+        return mxfp4.dequantize(blocks, self.scale.view().view(np.uint8))
+
+
 def _of_matrices(shape: tuple[int, ...], factors: tuple[int, ...]) -> bool:
     """Returns True for a single scale, or one for each matrix of a stack."""
     stacked = [shape[:1], (*shape[:1], 1, 1)] if len(shape) == 3 else []
@@ -77,20 +95,38 @@ def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
     Raises ValueError for scales that do not fit their tensor.
     """
-    scaled = {name: t for name, t in stored.items() if t.dtype in _DTYPES and name + SUFFIX in stored}
-    of_scaled = {name + SUFFIX for name in scaled}
-    of_scaled |= {_activation(name) for name in scaled}
-    joined = {name: t for name, t in stored.items() if name not in of_scaled}
-    for name, raw in scaled.items():
-        scale = stored[name + SUFFIX]
-        blocks = (*raw.shape[:-2], *(-(-n // BLOCK) for n in raw.shape[-2:]))
-        if len(raw.shape) not in (2, 3) or not (scale.shape == blocks or _of_matrices(raw.shape, scale.shape)):
+    scales = {name: _scale_name(name, stored) for name, t in stored.items() if t.dtype in (*_DTYPES, _FP4)}
+    scales = {name: scale for name, scale in scales.items() if scale is not None}
+    of_scaled = {*scales.values(), *map(_activation, scales)}
+    return {name: _scaled(name, scales, stored) for name in stored if name not in of_scaled}
+
+
+def _scaled(name: str, scales: Mapping[str, str], stored: Mapping[str, Stored]) -> Stored:
+    """Returns a tensor with its scales, if it has any; raises ValueError for those that do not fit."""
+    raw, bfloat16 = stored[name], np.dtype(ml_dtypes.bfloat16)
+    if name not in scales:
+        return raw
+    scale = stored[scales[name]]
+    if raw.dtype == _FP4:
+        if len(raw.shape) != 2 or scale.shape != (raw.shape[0], raw.shape[1] * 2 / mxfp4.BLOCK):
             raise ValueError(
-                f"{name + SUFFIX} must have a factor for each {BLOCK} x {BLOCK} of {name}, which has shape {raw.shape}, "
-                f"or one for each matrix of it, but has shape {scale.shape}."
+                f"{scales[name]} must have a factor for {mxfp4.BLOCK} numbers of a row of {name}, two in a byte, which has "
+                f"shape {raw.shape}, but has shape {scale.shape}."
             )
-        joined[name] = Scaled(raw.path, raw.offset, np.dtype(ml_dtypes.bfloat16), raw.shape, raw, scale)
-    return joined
+        return ScaledFP4(raw.path, raw.offset, bfloat16, (raw.shape[0], 2 * raw.shape[1]), raw, scale)
+    blocks = (*raw.shape[:-2], *(-(-n // BLOCK) for n in raw.shape[-2:]))
+    if len(raw.shape) not in (2, 3) or not (scale.shape == blocks or _of_matrices(raw.shape, scale.shape)):
+        raise ValueError(
+            f"{scales[name]} must have a factor for each {BLOCK} x {BLOCK} of {name}, which has shape {raw.shape}, "
+            f"or one for each matrix of it, but has shape {scale.shape}."
+        )
+    return Scaled(raw.path, raw.offset, bfloat16, raw.shape, raw, scale)
+
+
+def _scale_name(name: str, stored: Mapping[str, Stored]) -> str | None:
+    """Returns the name of a tensor's scales; None if there are none."""
+    names = [name + SUFFIX, *([f"{name.removesuffix('weight')}scale"] if name.endswith(".weight") else [])]
+    return next((scale for scale in names if scale in stored), None)
 
 
 def _activation(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlib._utils.files import read_json_object
-from maxlib.weights._fp8 import is_scaled_fp8
+from maxlib.weights._packed import unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class HFConfig:
             and value is not None
             and not (name in HARMLESS_VALUES and value == HARMLESS_VALUES[name])
             and not (name in HARMLESS_COPIES and value == self._data.get(HARMLESS_COPIES[name]))
-            and not (name == "quantization_config" and is_scaled_fp8(value))  # read as plain weights
+            and not (name == "quantization_config" and not unreadable(value))  # read as plain weights
         }
         nested = {f"{name}.{field}": v for name, child in self._children.items() for field, v in child.unread().items()}
         return left | nested
@@ -187,12 +187,17 @@ class HFConfig:
                 f"architecture reads, or which the config lacks; unread are: {', '.join(unread) or 'none'}."
             )
         if unread := {name: value for name, value in unread.items() if name not in ignore_fields}:
-            listed = "\n".join(f"  {name} = {_short(value)}" for name, value in unread.items())
+            listed = "\n".join(f"  {name} = {_short(value)}{_why(name, value)}" for name, value in unread.items())
             raise ValueError(
                 f"config.json{': ' + self._path if self._path else ''} has fields this architecture does not know, so "
                 f"it cannot be sure to compute the same:\n{listed}\nIf they change nothing, pass "
                 f"ignore_fields={[*unread]} to from_pretrained, or remove them; else use a model that knows them."
             )
+
+
+def _why(name: str, value: Any) -> str:
+    """Explains why an unread field cannot be read, where that is known."""
+    return f" ({unreadable(value)})" if name.endswith("quantization_config") else ""
 
 
 def _checked(value: Any, kind: type, where: str) -> Any:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from maxlib.weights import buckets
-from maxlib.weights.files import INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES, read_index
+from maxlib.weights.files import EMBEDDING_FILES, INDEX, PROCESSOR_FILES, SINGLE, TOKENIZER_FILES, read_index
 
 # All files of a model except its weights. Code (*.py) and pickles (*.bin) are never fetched.
-SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, INDEX)
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, *EMBEDDING_FILES, INDEX)
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 

@@ -1,42 +1,45 @@
 """Loads weights from a directory into a model: one leaf at a time, by slices, directly to its devices."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxlib import nn, sharding
 from maxlib._utils.arguments import check_dtype
-from maxlib.weights._fp8 import with_scales
+from maxlib.weights._kept import keep
+from maxlib.weights._leaves import Leaf
+from maxlib.weights._packed import quantization_of, unpacked
 from maxlib.weights._table import Copy, Ignore, Renamed, Table
 from maxlib.weights.files import Stored, find_tensors, is_float
-from maxlib.weights.mapping import Conversion, Cut, Piece, Tensor, WeightMapping, resolve
+from maxlib.weights.mapping import Conversion, Cut, Piece, WeightMapping, resolve
 
 Model = TypeVar("Model")
-_ALIGNMENT = 64  # of a buffer that a CPU device can use without copying
 _SHOWN = 20
 
 
 def load(
     build: Callable[[], Model],
     table: Table,
-    directory: str | Path,
+    directory: str | Path | Mapping[str, Stored],
     *,
     layout: sharding.Layout | None = None,
     dtype: Any = None,
+    keep_quantized: bool = False,
 ) -> Model:
     """Loads the weights of `directory` into the model that `build()` describes.
 
     Args:
         build: Returns a model; it is only traced, and run only for leaves that `table` declares absent.
         table: The model's weight table.
-        directory: Has the safetensors, one file or several with an index.
+        directory: Has the safetensors, one file or several with an index; or the tensors by name.
         layout: Placement over a mesh, so that every device only reads its own part; None reads onto one device.
         dtype: The dtype of the floating weights; None keeps the stored dtype.
+        keep_quantized: True stores weights that the files have in few bits as `nn.quantized.QuantizedWeight`, where its
+            layout can hold them.
 
     Returns:
         The model.
@@ -47,15 +50,25 @@ def load(
     sharding.check_layout(layout)
     check_dtype(dtype)
     abstract = jax.eval_shape(build)
-    stored, plan = _renamed(with_scales(find_tensors(directory)), table), resolve(abstract, table)
+    if isinstance(directory, Mapping):
+        tensors, directory = directory, "the file"
+    else:
+        tensors = unpacked(find_tensors(directory), quantization_of(directory))
+    stored, plan = _renamed(tensors, table), resolve(abstract, table)
     plan = _applicable(plan, stored)
     _check(abstract, plan, stored, table, directory)
+    kept: dict[str, Any] = {}
+    if keep_quantized:
+        abstract, kept = keep(abstract, plan, stored, dtype)
     leaves = nn.variables(abstract)
     at = {path: None if layout is None else layout.sharding(path, v) for path, v in leaves.items()}
     arrays = _initial(build, {path: at[path] for path in plan.absent}, dtype)
     for path, variable in leaves.items():
-        if path not in plan.absent:
-            arrays[path] = _Leaf(path, variable.get_value(), plan, stored, dtype).on(at[path])
+        shape = variable.get_value()
+        if path in kept:
+            arrays[path] = put(kept[path], shape.shape, at[path])
+        elif path not in plan.absent:
+            arrays[path] = put(Leaf(path, shape, plan, stored, dtype).read, shape.shape, at[path])
     return nn.combine(arrays, abstract)
 
 
@@ -187,109 +200,19 @@ def uncovered(abstract: Any, plan: WeightMapping) -> list[str]:
     return wrong
 
 
-class _Leaf:
-    """One leaf of the model and the tensors that fill it."""
-
-    def __init__(
-        self, path: str, shape: jax.ShapeDtypeStruct, plan: WeightMapping, stored: Mapping[str, Stored], dtype: Any
-    ):
-        self.path, self.shape, self._stored = path, shape.shape, stored
-        self._pieces = [(p, plan.tensors[p.hf_name]) for p in plan.filling.get(path, ()) if isinstance(p, Piece)]
-        self._conversions = [c for c in plan.filling.get(path, ()) if isinstance(c, Conversion)]
-        self.dtype = self._dtype(shape.dtype, dtype)
-
-    def _dtype(self, of_leaf: Any, wanted: Any) -> np.dtype:
-        if not is_float(of_leaf):
-            return np.dtype(of_leaf)
-        if wanted is not None:
-            return np.dtype(wanted)
-        sources = [self._stored[p.hf_name].dtype for p, _ in self._pieces]
-        sources += [c.entry.dtype or self._stored[c.hf_names[0]].dtype for c in self._conversions]
-        return np.dtype(jnp.result_type(*sources))
-
-    def on(self, place: jax.sharding.Sharding | None) -> jax.Array:
-        """Reads the leaf to its devices; a part that several devices hold is read once."""
-        if place is None:
-            return jax.block_until_ready(jax.device_put(self.read(tuple(slice(None) for _ in self.shape))))
-        parts: dict[tuple, tuple[Cut, list[Any]]] = {}
-        for device, cut in place.addressable_devices_indices_map(self.shape).items():
-            cut = cut or ()
-            key = tuple(s.indices(n) for s, n in zip(cut, self.shape, strict=True))
-            parts.setdefault(key, (cut, []))[1].append(device)
-        arrays = []
-        for cut, devices in parts.values():
-            part = self.read(cut)
-            # Waiting limits host memory to one part.
-            at = [jax.sharding.SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
-            arrays += jax.block_until_ready([jax.device_put(part, sharding) for sharding in at])
-        return jax.make_array_from_single_device_arrays(self.shape, place, arrays)
-
-    def read(self, cut: Cut) -> np.ndarray:
-        """Reads the part `cut` of this leaf; every byte is read from its file into one buffer."""
-        cut = tuple(slice(*s.indices(n)) for s, n in zip(cut, self.shape, strict=True))
-        out = _aligned([s.stop - s.start for s in cut], self.dtype)
-        for piece, tensor in self._pieces:
-            if (target := _repeat(out, cut, piece.place.index)) is not None:
-                self._fill(*target, piece, tensor)
-        for conversion in self._conversions:
-            if (target := _repeat(out, cut, conversion.place.index)) is not None:
-                for part in _rows(*target) if conversion.entry.batch else [target]:
-                    self._convert(*part, conversion)
-        return out
-
-    def _fill(self, out: np.ndarray, cut: Cut, piece: Piece, tensor: Tensor) -> None:
-        if (within := piece.within(cut)) is None:
-            return
-        stored, target = self._stored[piece.hf_name], out[within]
-        take = functools.partial(piece.in_leaf_order, lengths=tensor.lengths, cut=cut)
-        if not stored.as_stored:
-            assign(out, within, stored.part(take), piece.hf_name)
-            return
-        view = stored.view()
-        value = take(view)
-        if value.dtype == target.dtype and value.flags.c_contiguous and target.flags.c_contiguous:
-            stored.read_into(target, value.ctypes.data - view.ctypes.data)
-        else:
-            assign(out, within, value, piece.hf_name)
-
-    def _convert(self, out: np.ndarray, cut: Cut, conversion: Conversion) -> None:
-        entry = conversion.entry
-        value = entry.load(
-            *[self._stored[name].part(lambda values: values[cut[: entry.batch]]) for name in conversion.hf_names]
-        )
-        wanted = tuple(s.stop - s.start for s in cut[: entry.batch]) + conversion.place.shape[entry.batch :]
-        if value.shape != wanted:
-            names = ", ".join(conversion.hf_names)
-            raise ValueError(f"{names}: the conversion gave shape {value.shape}, but {conversion.place} needs {wanted}")
-        rest = tuple(slice(None) for _ in cut[: entry.batch]) + cut[entry.batch :]
-        assign(out, ..., value[rest], str(conversion.place))
-
-
-def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _repeat(out: np.ndarray, cut: Cut, index: int | None) -> tuple[np.ndarray, Cut] | None:
-    """Drops the repeat axis of `out` and `cut`, at `index` of it; None if that repeat is not in `cut`."""
-    if index is None:
-        return out, cut
-    return (out[index - cut[0].start, ...], cut[1:]) if cut[0].start <= index < cut[0].stop else None
-
-
-def _rows(out: np.ndarray, cut: Cut) -> Iterator[tuple[np.ndarray, Cut]]:
-    """Yields `out` and `cut` for each index of the first axis, because a converted part needs memory in addition to
-    `out`.
-    """
-    for n, index in enumerate(range(cut[0].start, cut[0].stop)):
-        yield out[n : n + 1], (slice(index, index + 1), *cut[1:])
-
-
-def assign(out: np.ndarray, where: Any, value: np.ndarray, name: str) -> None:
-    """Copies with a cast. Raises ValueError if values overflow float16."""
-    with np.errstate(over="ignore"):
-        out[where] = value
-    if out.dtype == np.float16 and value.dtype != np.float16 and not np.isfinite(out[where]).all():
-        raise ValueError(f"{name} has values that overflow float16; use float32 or bfloat16.")
+def put(read: Callable[[Cut], np.ndarray], shape: tuple[int, ...], place: jax.sharding.Sharding | None) -> jax.Array:
+    """Reads a leaf to its devices; a part that several devices hold is read once."""
+    if place is None:
+        return jax.block_until_ready(jax.device_put(read(tuple(slice(None) for _ in shape))))
+    parts: dict[tuple, tuple[Cut, list[Any]]] = {}
+    for device, cut in place.addressable_devices_indices_map(shape).items():
+        cut = cut or ()
+        key = tuple(s.indices(n) for s, n in zip(cut, shape, strict=True))
+        parts.setdefault(key, (cut, []))[1].append(device)
+    arrays = []
+    for cut, devices in parts.values():
+        part = read(cut)
+        # Waiting limits host memory to one part.
+        at = [jax.sharding.SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
+        arrays += jax.block_until_ready([jax.device_put(part, sharding) for sharding in at])
+    return jax.make_array_from_single_device_arrays(shape, place, arrays)

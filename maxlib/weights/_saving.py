@@ -5,7 +5,7 @@ give the same model.
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from jax.experimental import multihost_utils
 
 from maxlib import nn, sharding
 from maxlib.ops import Mask, Rope
-from maxlib.weights._loading import assign, uncovered
+from maxlib.weights._leaves import assign
+from maxlib.weights._loading import uncovered
 from maxlib.weights._table import Table
 from maxlib.weights.files import MAX_SHARD_BYTES, Header, is_float, shard, write_file, write_index
 from maxlib.weights.mapping import Conversion, Tensor, WeightMapping, resolve
@@ -47,10 +48,16 @@ def write_weights(
     Raises:
         ValueError: For a weight that the table cannot write.
     """
-    source = _Source(model, table, dtype)
-    headers = source.headers()
+    source = Source(model, table, dtype)
+    return write_tensors(source.headers(), source.tensor, directory, max_shard_bytes)
+
+
+def write_tensors(
+    headers: Sequence[Header], tensor: Callable[[str], np.ndarray], directory: Path, max_shard_bytes: int
+) -> np.dtype:
+    """Writes tensors to files of at most `max_shard_bytes`; returns the dtype of most of the bytes."""
     files = shard(headers, max_shard_bytes)
-    tensors = (source.tensor(header.name) for members in files.values() for header in members)
+    tensors = (tensor(header.name) for members in files.values() for header in members)
     try:
         for name, members in files.items() if jax.process_index() == 0 else ():
             write_file(directory / name, members, itertools.islice(tensors, len(members)))
@@ -63,10 +70,25 @@ def write_weights(
     return max(sizes, key=lambda d: sizes[d])
 
 
-class _Source:
-    """The files' tensors, made from the model's leaves on demand."""
+def take_array(path: str, value: Any, index: int | None) -> Any:
+    """Returns a leaf, or an index of its first axis.
 
-    def __init__(self, model: Any, table: Table, dtype: Any):
+    Always a new array: an array caches its numpy value, so the whole model would accumulate in host memory.
+    """
+    return jnp.copy(value) if index is None else sharding.memory.to_device(value)[index]
+
+
+class Source:
+    """The files' tensors, made from the model's leaves on demand.
+
+    Args:
+        model: The model, or its `jax.eval_shape` if `take` needs only paths.
+        table: Its weight table.
+        dtype: The dtype of the floating tensors; None keeps that of the leaves.
+        take: Function of a leaf's path, its value and an index of its first axis, None for all; returns an array.
+    """
+
+    def __init__(self, model: Any, table: Table, dtype: Any, take: Callable[[str, Any, int | None], Any] = take_array):
         plan = resolve(model, table)
         plan = WeightMapping(plan.pieces, [c for c in plan.conversions if c.entry.save is not None], plan.absent)
         if any(".matmul." in path and isinstance(v, nnx.LoRAParam) for path, v in nn.variables(model).items()):
@@ -75,14 +97,14 @@ class _Source:
             )
         if gaps := uncovered(model, plan):
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
-        self._plan, self._dtype = plan, None if dtype is None else np.dtype(dtype)
+        self.plan, self._take, self._dtype = plan, take, None if dtype is None else np.dtype(dtype)
         self._values = {path: v.get_value() for path, v in nn.variables(model).items()}
         self._converted = {name: (c, n) for c in plan.conversions for n, name in enumerate(c.hf_names)}
         self._shapes: dict[Any, list[tuple[tuple[int, ...], np.dtype]]] = {}
         self._leaf = functools.lru_cache(maxsize=_CACHED)(self._fetch)
 
     def headers(self) -> list[Header]:
-        pieces = [Header(t.name, self._tensor_dtype(t), t.shape) for t in self._plan.tensors.values()]
+        pieces = [Header(t.name, self._tensor_dtype(t), t.shape) for t in self.plan.tensors.values()]
         return pieces + [self._converted_header(name) for name in self._converted]
 
     def _tensor_dtype(self, tensor: Tensor) -> np.dtype:
@@ -105,7 +127,7 @@ class _Source:
         if name in self._converted:
             conversion, n = self._converted[name]
             return _save(conversion, self._leaf(conversion.place.path, conversion.place.index))[n]
-        tensor = self._plan.tensors[name]
+        tensor = self.plan.tensors[name]
         out = np.empty(tensor.shape, self._tensor_dtype(tensor))
         for piece in tensor.pieces:
             everything = tuple(slice(0, n) for n in piece.place.shape)
@@ -114,9 +136,7 @@ class _Source:
         return out
 
     def _fetch(self, path: str, index: int | None) -> np.ndarray:
-        value = self._values[path]
-        # Always a new array: an array caches its numpy value, so the whole model would accumulate in host memory.
-        value = jnp.copy(value) if index is None else sharding.memory.to_device(value)[index]
+        value = self._take(path, self._values[path], index)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
         return np.asarray(value)
@@ -146,9 +166,9 @@ def check_reads_back(model: Any, build: Callable[..., Any], table: Table) -> Non
     """
     if any(map(_is_quantized, jax.tree.leaves(model, is_leaf=_is_quantized))):
         raise ValueError(
-            "save_pretrained writes plain weights, and this model has quantized ones: write it with "
-            "maxlib.quantization.save(model, directory), which maxlib.quantization.load reads, or export the model from "
-            "which it was made"
+            'this model has quantized weights: pass quantized="compressed-tensors" to save_pretrained, for int4, int8 and '
+            "FP8 weights that transformers and vLLM read; or write it with maxlib.quantization.save(model, directory), which "
+            "keeps every format, for maxlib alone; or pass quantization.full_precision(model) to write plain weights"
         )
     wanted = jax.eval_shape(lambda: build(model.cfg, rngs=nnx.Rngs(0)))
     here, configured = _tensors(model, table), _tensors(wanted, table)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from maxlib._utils.files import cache_directory
-from maxlib.weights.files import INDEX, OWN_FILES, TEMPLATES, read_index
+from maxlib.weights.files import FOLDERS, INDEX, OWN_FILES, read_index
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of maxlib that has the scheme's client
 # Files without which a directory is not read: written last and removed first.
@@ -143,9 +143,10 @@ class _Store:
             for name, entry in entries
             if entry["type"] == "file"
         }
-        if any(name == TEMPLATES and entry["type"] == "directory" for name, entry in entries):
-            nested = _Store(child(self.url, TEMPLATES)).files()
-            files |= {f"{TEMPLATES}/{name}": version for name, version in nested.items()}
+        for folder in self.directories():
+            if any(fnmatch.fnmatch(folder, pattern) for pattern in FOLDERS):
+                nested = _Store(child(self.url, folder)).files()
+                files |= {f"{folder}/{name}": version for name, version in nested.items()}
         return files
 
     def directories(self) -> list[str]:

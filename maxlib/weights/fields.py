@@ -78,6 +78,11 @@ def under(parent: str, entries: Sequence[Field]) -> list[Field]:
     return [dataclasses.replace(entry, hf_name=f"{parent}.{entry.hf_name}") for entry in entries]
 
 
+def decoder(norm_eps: str) -> list[Field]:
+    """Lists `DECODER` for models that call the epsilon of their norms `norm_eps`."""
+    return [*(entry for entry in DECODER if entry.name != "norm_eps"), Field("norm_eps", norm_eps)]
+
+
 def num_heads(c: Any) -> int:
     """Returns `num_heads`: what an absent or null `num_key_value_heads` means in many families."""
     return c.num_heads

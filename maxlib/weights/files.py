@@ -37,14 +37,17 @@ DTYPES: dict[str, Any] = {
 }
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-TEMPLATES = "additional_chat_templates"  # the only folder of an export
+TEMPLATES = "additional_chat_templates"
 PROCESSOR_FILES = (
     "chat_template*",
     TEMPLATES,
     f"{TEMPLATES}/*.jinja",
     "*preprocessor_config.json",
     "processor_config.json",
+    "*sentence_*.json",  # prompts and lengths of sentence-transformers
 )
+EMBEDDING_FILES = ("modules.json", "[1-9]_*/config.json", "[1-9]_*/model.safetensors")
+FOLDERS = (TEMPLATES, "[1-9]_Pooling", "[1-9]_Dense", "[1-9]_Normalize")  # the only ones of an export
 MAX_SHARD_BYTES = 5 * 10**9  # of a file, unless a single tensor is larger
 QUANTIZED = "quantization.json"  # next to weights written by `maxlib.quantization`
 # The files of an export, or of a download; a directory with any other files is never replaced.
@@ -58,6 +61,8 @@ OWN_FILES = (
     "adapter_config.json",
     *TOKENIZER_FILES,
     *PROCESSOR_FILES,
+    *EMBEDDING_FILES,
+    *FOLDERS,
 )
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")

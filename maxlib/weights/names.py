@@ -26,10 +26,28 @@ def layer_norm(hf_name: str, path: str) -> list[Weight]:
     return [Weight(f"{hf_name}.weight", f"{path}.scale"), Weight(f"{hf_name}.bias", f"{path}.bias")]
 
 
+def heads(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weight and the bias of a projection to heads, such as queries."""
+    return [
+        Weight(f"{hf_name}.weight", f"{path}.w", "(N H) D -> N H D"),
+        Weight(f"{hf_name}.bias", f"{path}.b", "(N H) -> N H"),
+    ]
+
+
+def heads_out(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weight and the bias of the projection of all heads together."""
+    return [Weight(f"{hf_name}.weight", f"{path}.w", "D (N H) -> D N H"), Weight(f"{hf_name}.bias", f"{path}.b")]
+
+
 # Norms before each branch.
 NORMS = (
     Weight("input_layernorm.weight", "attn_norm.scale"),
     Weight("post_attention_layernorm.weight", "mlp_norm.scale"),
+)
+# The same as LayerNorms.
+LAYER_NORMS = (
+    *layer_norm("input_layernorm", "attn_norm"),
+    *layer_norm("post_attention_layernorm", "mlp_norm"),
 )
 # Norms before and after each branch.
 SANDWICH_NORMS = (
@@ -221,7 +239,7 @@ def decoder_table(
     return [
         Weight(embed, "embed.w"),
         *under(layer, layers, "layers.{i}"),
-        Weight(f"{model}.{norm}.weight", "norm.scale"),
+        *layer_norm(f"{model}.{norm}", "norm"),
         Weight(head, "head.w"),
         Copy(head, of=embed),
         Ignore(f"{layers}.self_attn.rotary_emb.inv_freq"),

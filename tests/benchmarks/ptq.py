@@ -66,30 +66,33 @@ def decoding(model, rounds: int = 3, **options) -> float:
     return min(seconds)
 
 
-def quantized(model, name: str):
-    """Down-projections whose inputs do not fill groups are taken in int8."""
-    format = quantization.INFERENCE[name]
+def quantized(model, name: str, calibration):
+    """Down-projections whose inputs do not fill groups are taken in int8; "gptq" is int4 with calibration."""
+    format = quantization.INFERENCE[name.replace("gptq", "int4")]
     widths = {v.get_value().shape[-1] for path, v in nn.variables(model).items() if path.endswith(".down.w")}
     odd = format.group is not None and any(width % format.group for width in widths)
     rules = [quantization.Rule(quantization.INFERENCE["int8"], "*.down")] * odd + [quantization.Rule(format)]
+    if name == "gptq":
+        return quantization.gptq(model, calibration, rules)
     return jax.jit(lambda m: quantization.for_inference(m, rules))(model)
 
 
-def text_rows(directory: Path, tokens: int, length: int):
+def text_rows(directory: Path, tokens: int, length: int, *, held_out: bool = True):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    _, held_out = data.split(data.python_docs(), validation=0.05)
-    ids = tokenizer.encode("\n\n".join(document["text"] for document in held_out), add_special_tokens=False).ids
+    documents = data.split(data.python_docs(), validation=0.05)[held_out]
+    ids = tokenizer.encode("\n\n".join(document["text"] for document in documents[:400]), add_special_tokens=False).ids
     return jnp.asarray(ids[: tokens // length * length], jnp.int32).reshape(-1, length)
 
 
 def compare(directory: Path, args) -> dict[str, dict]:
     full, rows = maxlib.from_pretrained(directory), text_rows(directory, args.tokens, args.length)
+    calibration = text_rows(directory, args.calibration, args.length, held_out=False)
     perplexity, seconds = measured(full, rows)
     base = decoding(full) if args.decode else None
     found = {"full": {"perplexity": perplexity, "bytes": quantization.report(full).bytes_after}}
-    for name in [*args.formats, *CACHES]:
+    for name in [*args.formats, *(CACHES if args.caches else [])]:
         cache = {"cache_dtype": CACHES[name]} if name in CACHES else {}
-        low = full if cache else quantized(full, name)
+        low = full if cache else quantized(full, name, jnp.split(calibration, max(1, len(calibration) // 4)))
         value, took = measured(low, rows, **cache)
         found[name] = {
             "ratio": value / perplexity,
@@ -120,8 +123,10 @@ def main() -> None:
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="*")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--formats", nargs="*", default=list(quantization.INFERENCE))
+    parser.add_argument("--calibration", type=int, default=4096, help="tokens for gptq (%(default)s)")
+    parser.add_argument("--formats", nargs="*", default=[*quantization.INFERENCE, "gptq"])
     parser.add_argument("--decode", nargs="*", default=["int8", "int4"])
+    parser.add_argument("--caches", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = {}

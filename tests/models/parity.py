@@ -23,7 +23,8 @@ from maxlib import nn
 
 GOLDEN = Path(__file__).parent / "golden"
 EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ from all others
-NORM = re.compile(r"norm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
+NORM = re.compile(r"norm|LayerNorm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
+MASKED, SEQ2SEQ = ("bert", "roberta", "modernbert"), ("t5", "t5gemma")  # values of model_type
 # Tests with images or sound compare live, or have their cases in the file of their family.
 FAMILIES = sorted(
     path.stem.removeprefix("test_")
@@ -45,7 +46,15 @@ def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
             values[name] = np.asarray(np.float32(-1.2 if name.endswith("min") else 1.2) + 0.1 * noise)
         if name.endswith("A_log"):  # rates about 0.05: a state that keeps hundreds of tokens
             values[name] = np.float32(np.log(0.05)) + 0.3 * noise
+        if name.endswith("tid2eid"):  # experts of each id, of DeepSeek V4
+            values[name] = _experts(*shapes[name], experts=shapes[name.replace("tid2eid", "weight")][0])
     return values
+
+
+def _experts(vocab: int, top_k: int, *, experts: int) -> np.ndarray:
+    """Different experts for each id."""
+    first = np.random.RandomState(4).randint(0, experts, (vocab, 1))
+    return (first + np.arange(top_k) * (experts // top_k)) % experts
 
 
 def tokens(vocab: int, seq: int) -> np.ndarray:
@@ -86,7 +95,11 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
 
 
 def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
-    """The sound of a case that has lengths of clips: noise, also in the padding."""
+    """The sound of a case that has lengths of clips: noise, also in the padding. Whisper hears one for each row."""
+    if case["config"]["model_type"] == "whisper":
+        shape = 2, 1, 2 * case["config"]["max_source_positions"], case["config"]["num_mel_bins"]
+        frames = np.random.RandomState(3).standard_normal(shape).astype(np.float32)
+        return nn.audio.Clips(frames, np.full(shape[:2], shape[2], np.int32))
     if (lengths := case.get("clips")) is None:
         return None
     hears = case["config"]["audio_config"]
@@ -95,9 +108,17 @@ def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
     return nn.audio.Clips(frames, np.array(lengths, np.int32))
 
 
-def given(case: dict[str, Any]) -> tuple[nn.vision.Patches | None, nn.audio.Clips | None]:
-    """The images and the sound of a case."""
-    return images(case), audio(case)
+def source(case: dict[str, Any]) -> nn.Source | None:
+    """What the encoder of a case reads: tokens, in the second row with padding on both sides."""
+    if case["config"]["model_type"] not in SEQ2SEQ:
+        return None
+    ids = np.random.RandomState(4).randint(0, case["config"]["vocab_size"], (2, 17)).astype(np.int32)
+    return nn.Source(ids, valid=(np.arange(17) >= np.array([[0], [3]])) & (np.arange(17) < np.array([[17], [15]])))
+
+
+def given(case: dict[str, Any]) -> tuple[Any, ...]:
+    """The images and the sound of a case; of an encoder-decoder its source too."""
+    return (images(case), audio(case)) if (read := source(case)) is None else (None, None, read)
 
 
 def by_position(found: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,11 +167,11 @@ def theirs(
     for (
         module
     ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
-        if sees and isinstance(module, torch.nn.Embedding):
+        if (sees or config.model_type in (*MASKED, "whisper", "t5gemma")) and isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids, "clips": clips}
-    logits = model(ids, **seen(case, ids, model.dtype)).logits
+    logits = model(**arguments(case, ids, model.dtype)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     # What is not trained stands for itself, as in our export of gradients.
     gradients = stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
@@ -166,9 +187,29 @@ def auto(model_type: str, *, sees: bool = False) -> Any:
     """Their class that makes models of a type."""
     import transformers
 
+    if model_type in (*MASKED, *SEQ2SEQ, "whisper"):
+        name = (
+            "ForMaskedLM" if model_type in MASKED else "ForSpeechSeq2Seq" if model_type == "whisper" else "ForSeq2SeqLM"
+        )
+        return getattr(transformers, f"AutoModel{name}")
     # They list Mistral 4's text among models that see.
     sees = sees or model_type == "mistral4"
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def arguments(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
+    """Returns all arguments of transformers' models for a case; in encoder-decoders `ids` are the decoder's."""
+    import torch
+
+    if case["config"]["model_type"] == "whisper":
+        frames = torch.from_numpy(audio(case).frames[:, 0].swapaxes(1, 2).copy()).to(dtype)
+        return {"input_features": frames, "decoder_input_ids": ids}
+    if (read := source(case)) is None:
+        return {"input_ids": ids, **seen(case, ids, dtype)}
+    tokens, valid = torch.from_numpy(read.tokens).long(), torch.from_numpy(read.valid).long()
+    # T5Gemma takes its padding token for padding, where no mask says that it is real.
+    real = {"decoder_attention_mask": torch.ones_like(ids)} if case["config"]["model_type"] == "t5gemma" else {}
+    return {"input_ids": tokens, "attention_mask": valid, "decoder_input_ids": ids, **real}
 
 
 def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
@@ -182,6 +223,11 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
         pixels, sizes = whole(case, found)
         return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
+    if case["config"]["model_type"] == "kimi_k25":  # whose patches lie row by row
+        patches = [pixels.reshape(-1, *pixels.shape[2:]) for pixels in row_by_row(found, 2)]
+        size = case["config"]["vision_config"]["patch_size"]
+        pixels = torch.from_numpy(np.concatenate(patches).reshape(-1, 3, size, size)).to(dtype)
+        return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(found.grids).long()}
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
@@ -209,6 +255,16 @@ def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, n
             image[:, y : y + p, x : x + p] = next(patches).reshape(3, p, p)
         pixels.append(image)
     return np.stack(pixels), sizes
+
+
+def row_by_row(found: nn.vision.Patches, merge: int) -> list[np.ndarray]:
+    """Patches of each image by row and column."""
+    sizes = found.grids.prod(axis=1)
+    images = np.split(found.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])
+    grids = [(height // merge, width // merge) for _, height, width in found.grids]
+    # [y, x, m, m, C] -> [y, m, x, m, C]
+    squares = [image.reshape(*grid, merge, merge, -1) for image, grid in zip(images, grids, strict=True)]
+    return [x.swapaxes(1, 2).reshape(len(x) * merge, x.shape[1] * merge, -1) for x in squares]
 
 
 def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtype: Any) -> dict[str, Any]:
@@ -244,6 +300,9 @@ def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     found = dict(revert_weight_conversion(model, tensors))
     if model.config.model_type == "qwen3_vl_moe":  # transformers reads experts either way; releases have the other one
         found = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in found.items()}
+    if model.config.model_type == "kimi_k25":  # transformers writes some names that no release has
+        renames = (".model.blocks.", ".model.layers."), ("encoder.patch_embed", "patch_embed"), ("model.mm_", "mm_")
+        found = {functools.reduce(lambda n, pair: n.replace(*pair), renames, name): t for name, t in found.items()}
     if model.config.model_type == "kimi_linear":  # transformers writes dense layers under the name of the experts
         found = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): t for name, t in found.items()}
     return found
@@ -267,7 +326,7 @@ def _fill(model: Any, own: dict[str, Any], values: dict[str, np.ndarray]) -> Non
     places = _numbered(own)
     flat = np.empty(sum(t.numel() for t in own.values()), np.float32)
     for name, index in stored(model, places).items():
-        flat[index.numpy()] = values[name]
+        flat[index.numpy()] = values[name]  # ids of experts, too: small integers are exact in float32
     for name, tensor in own.items():
         tensor.data.copy_(torch.from_numpy(np.asarray(flat[places[name].numpy()])))
 
@@ -291,11 +350,11 @@ def _loss_and_gradients(params, rest, tokens, seen):
 
 
 def ours(
-    model: Any, tokens: np.ndarray, scratch: Path, images: Any = None, audio: Any = None
+    model: Any, tokens: np.ndarray, scratch: Path, images: Any = None, audio: Any = None, source: Any = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits, and gradients under their names: the export maps them as it maps weights."""
     params, rest = nn.partition(model)
-    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images, audio))
+    logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images, audio, source))
     maxlib.save_pretrained(nn.combine(gradients, rest), scratch)
     return np.asarray(logits), load_file(scratch / "model.safetensors")
 
@@ -305,13 +364,13 @@ def _logits(model, tokens, seen):
     return model.logits(model(tokens, dtype=jnp.float32, **seen).hidden)
 
 
-def logits(model: Any, tokens: np.ndarray, images: Any = None, audio: Any = None) -> np.ndarray:
-    return np.asarray(_logits(model, jnp.asarray(tokens), _given(images, audio)))
+def logits(model: Any, tokens: np.ndarray, images: Any = None, audio: Any = None, source: Any = None) -> np.ndarray:
+    return np.asarray(_logits(model, jnp.asarray(tokens), _given(images, audio, source)))
 
 
-def _given(images: Any, audio: Any = None) -> dict[str, Any]:
+def _given(images: Any, audio: Any = None, source: Any = None) -> dict[str, Any]:
     """Text models' calls have no images and no sound at all."""
-    return {name: x for name, x in {"images": images, "audio": audio}.items() if x is not None}
+    return {name: x for name, x in {"images": images, "audio": audio, "source": source}.items() if x is not None}
 
 
 # --- golden files ---------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ class TestGLM5(TestDeepSeekV32):
     cases = {
         "glm": {"num_hidden_layers": 2, "vocab_size": 53},
         "glm_tied": {"tie_word_embeddings": True, "norm_topk_prob": False, "index_topk": 5},
+        "glm_shared": {"num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "full", "shared"]},
     }
     matters = {
         name: value for name, value in TestDeepSeekV32.matters.items() if name not in ("n_group", "topk_group")
@@ -93,7 +94,7 @@ class TestGLM5(TestDeepSeekV32):
     refused = TestDeepSeekV32.refused | {
         "mlp_layer_types": ["sparse", "dense"],
         "layer_types": ["full_attention"] * 2,
-        "indexer_types": ["full", "shared"],
+        "indexer_types": ["shared", "full"],
         "rope_interleave": False,
     }
     test_presets_have_the_published_size = None
@@ -112,6 +113,10 @@ def test_glm_in_its_older_spellings():
         fields = HFConfig(config | more)
         assert deepseek_v32.FIELDS.read(fields) == want
         fields.done()
-    for more in ({"index_topk_pattern": "FS"}, {"index_topk_freq": 4}):
-        with pytest.raises(ValueError, match="a choice that layers share is not computed"):
-            deepseek_v32.FIELDS.read(HFConfig(config | more))
+    deeper = config | {"num_hidden_layers": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 5}
+    deeper["layer_types"] = ["indexed_attention"] * 6
+    for more in ({"index_topk_pattern": "FFSFSF"}, {"index_topk_freq": 2, "index_skip_topk_offset": 2}):
+        types = deepseek_v32.FIELDS.read(HFConfig(deeper | more)).index_types
+        assert types == ("full", "full", "shared", "full", "shared", "full")
+    with pytest.raises(ValueError, match="the first one 'full'"):
+        deepseek_v32.FIELDS.read(HFConfig(config | {"index_topk_pattern": "SF"}))

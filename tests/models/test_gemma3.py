@@ -41,12 +41,12 @@ class TestGemma3(Conformance):
         "sliding_window": 6,
         "query_pre_attn_scalar": 12,
         "layer_types": [LOCAL] * 4,
+        "use_bidirectional_attention": True,
         "rms_norm_eps": 0.1,
         "rope_parameters": ROPES | {GLOBAL: {"rope_type": "default", "rope_theta": 1e6}},
     }
     refused = {
         "hidden_activation": "gelu",
-        "use_bidirectional_attention": True,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }

@@ -50,6 +50,17 @@ def test_positions_are_those_of_a_loop_over_images(grids):
     np.testing.assert_array_equal(np.asarray(got)[real], one_by_one(is_image, segments)[real])
 
 
+def test_frames_of_a_video_begin_at_the_same_row_and_column():
+    """A word, two frames of 1 x 2 squares, a word; then the same as another document."""
+    is_image = np.array([[0, 1, 1, 1, 1, 0] * 2], bool)
+    segments = np.repeat([1, 2], 6)[None].astype(np.int32)
+    grids = np.tile(np.array([1, 2, 4], np.int32), (4, 1))
+    positions = jax.jit(functools.partial(vision.mrope_positions, merge=2, frame_step=3))
+    got = np.asarray(positions(is_image, grids, segment_ids=segments))
+    want = [[0, 0, 0], [1, 1, 1], [1, 1, 2], [4, 1, 1], [4, 1, 2], [5, 5, 5]]
+    np.testing.assert_array_equal(got[0], want * 2)
+
+
 def test_padding_on_the_left_and_a_start_shift_nothing_else():
     is_image, _ = placeholders()
     alone = np.asarray(mrope_positions(is_image, GRIDS))

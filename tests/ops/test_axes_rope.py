@@ -27,6 +27,14 @@ def test_pairs_turn_by_time_row_and_column_in_turn(sections, axes):
     np.testing.assert_allclose(sin, np.sin(want), atol=1e-5)
 
 
+def test_sections_that_do_not_alternate_follow_each_other():
+    rope = Rope(16, 100.0)
+    cos, sin = MRope(rope, (1, 3, 4), alternating=False).tables(POSITIONS)
+    want = angles(POSITIONS, [0, 1, 1, 1, 2, 2, 2, 2], rope)
+    np.testing.assert_allclose(cos, np.cos(want), atol=1e-5)
+    np.testing.assert_allclose(sin, np.sin(want), atol=1e-5)
+
+
 def test_equal_positions_are_one():
     rope = Rope(16, 100.0, max_length=64)
     alike = np.broadcast_to(POSITIONS[:, :, :1], POSITIONS.shape)

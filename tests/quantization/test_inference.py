@@ -5,7 +5,7 @@ import pytest
 
 from maxlib import inference, nn
 from maxlib import quantization as quant
-from maxlib.nn.quantized import _packed, _unpacked
+from maxlib.nn.quantized import pack, unpack
 from tests.nn.tiny import tokens
 from tests.quantization.tiny import model, stored
 from tests.training.tiny import VOCAB, llama
@@ -40,9 +40,9 @@ def test_weights_in_fewer_bits(qtype, group, error, bits):
 def test_four_bits_hold_every_code():
     codes = jnp.arange(16, dtype=jnp.uint8).reshape(2, 8)
     for qtype, want in (("nf4", np.arange(16)), ("int4", [*range(8), *range(-8, 0)])):
-        packed = _packed(codes.astype(jnp.uint4) if qtype == "nf4" else jnp.array(want, jnp.int4).reshape(2, 8))
+        packed = pack(codes.astype(jnp.uint4) if qtype == "nf4" else jnp.array(want, jnp.int4).reshape(2, 8))
         assert packed.dtype == jnp.uint8 and packed.shape == (2, 4)
-        np.testing.assert_array_equal(_unpacked(packed, qtype).astype(jnp.int32).ravel(), want)
+        np.testing.assert_array_equal(unpack(packed, qtype).astype(jnp.int32).ravel(), want)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_laying_out_a_stack_anew_keeps_its_layers():
         ),
         ([quant.Rule(FP8), quant.Rule(None, layers=(0,))], "or only matmuls of earlier rules"),
         ([quant.Rule(None, layers=(0, 1, 7))], r"names the layers \[7\], but the largest stack has 2"),
-        (quant.Format("int4", group=32), "training rounds activations too"),
+        (quant.Format("int4", group=32), "must be a multiple of the group"),
         ([quant.Rule(FP8, kinds=("embedding",))], "embed: embeddings and heads"),
     ],
 )
@@ -198,7 +198,7 @@ def test_rules_that_do_not_fit(rules, message):
         ({"weights": "int9"}, "weights must be one of"),
         ({"weights": "int8", "activations": "int4"}, "activations must be None or one of"),
         ({"weights": "int8", "gradients": "int8"}, "pass activations too"),
-        ({"weights": "int4", "activations": "int8"}, "with quantized activations"),
+        ({"weights": "int4", "activations": "int8", "block": 32}, "gradients and blocks need weights"),
         ({"weights": "int4", "group": 1}, "group must be at least 2"),
     ],
 )

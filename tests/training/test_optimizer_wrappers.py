@@ -195,5 +195,5 @@ def test_a_state_in_bfloat16_trains():
 
 
 def test_moments_of_other_dtypes_are_refused():
-    with pytest.raises(ValueError, match="float32 or bfloat16, got float16"):
+    with pytest.raises(ValueError, match="float32, bfloat16 or float8_e4m3fn, got float16"):
         training.adamw(1e-2, mask=None, moments=jnp.float16)

@@ -206,3 +206,30 @@ def test_rates_fall_with_the_inputs_of_a_weight():
     training.scale_by_path(factors, model=make(64)).init(nn.partition(make(64))[0])
     with pytest.raises(ValueError, match=r"only one has \['head.w'\]"):
         training.mup_lr_factors(make(64), make(16, tied=True))
+
+
+def test_rates_of_muon_and_of_deeper_models():
+    """Muon makes the spectral norm 0.2 √max(inputs, outputs); it must be in proportion to √(outputs / inputs)."""
+    make = lambda dim, layers: jax.eval_shape(
+        lambda: tiny.llama(dim=dim, mlp_dim=3 * dim, num_heads=dim // 8, num_layers=layers)
+    )
+    wide, base = make(64, 8), make(16, 2)
+    muon = training.mup_lr_factors(wide, base, optimizer="muon")
+    assert muon["layers.attn.q.w"] == muon["layers.mlp.up.w"] == muon["layers.mlp.down.w"] == 1 / 2
+    assert muon["head.w"] == 1 / 4  # trained by Adam
+    for optimizer, width in (("adam", 1 / 4), ("muon", 1 / 2)):
+        deep = training.mup_lr_factors(wide, base, optimizer=optimizer, depth_exponent=1.0)
+        assert deep["layers.attn.q.w"] == width and deep["layers.attn.o.w"] == deep["layers.mlp.down.w"] == width / 4
+        half = training.mup_lr_factors(wide, base, optimizer=optimizer, depth_exponent=0.5)
+        assert half["layers.attn.q.w"] == width / 2 and half["layers.attn.o.w"] == width / 4
+        assert half["head.w"] == 1 / 4
+
+
+def test_initial_values_of_deeper_models():
+    model = tiny.llama(num_layers=4)
+    scaled = training.mup_init(model, tiny.llama(num_layers=2), depth_exponent=1.0)
+    before, after = (nn.partition(m)[0] for m in (model, scaled))
+    changed = {path for path, x in before.items() if not np.array_equal(x, after[path])}
+    assert changed == {f"layers.groups.0.0.{name}.w" for name in ("attn.o", "mlp.down")}
+    for path in changed:
+        np.testing.assert_array_equal(after[path], 0.5 * before[path])

@@ -119,7 +119,7 @@ def test_unknown_fields_are_refused_by_name():
         "sliding_window": None,  # null: off
         "attention_dropout": 0.1,  # training only
         "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "quantization_config": {"quant_method": "quip", "bits": 4},
         "text_config": {"query_scale": 2, "use_cache": True},
     }
     fields = HFConfig(data)

@@ -185,7 +185,7 @@ def test_factors_that_do_not_fit_a_stack_are_refused(shape, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"quant_method": "gptq"}, {"weight_block_size": [64, 64]}],
+    [{"quant_method": "quip"}, {"weight_block_size": [64, 64]}],
     ids=lambda c: next(iter(c)),
 )
 def test_other_quantizations_are_refused(change):

@@ -18,13 +18,16 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
+from maxlib.nn.norm import Clip
 from maxlib.nn.remat import mark_heads
 from maxlib.ops import Causal, Mask, MaskHint, SlidingWindow, StaticMask, apply_rope
 from maxlib.sharding import constrain, current, shard_map_by_name
 from maxlib.sharding.layers import axis_size, mesh_axes, natural_order
 from maxlib.sharding.strategies import ContextParallel, RingAttention, UlyssesAttention
 
-CANNOT_TRAVEL = "keys that were chosen cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
+CANNOT_TRAVEL = (
+    "chosen keys and position biases cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Attention(SequenceMixer):
     reorderable: ClassVar[bool] = True
     quantizable_cache: ClassVar[bool] = True
     probes_scores: ClassVar[bool] = True
+    takes_position_bias: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -172,6 +176,7 @@ class Attention(SequenceMixer):
             cache, k, v, k_start, k_end = cache.extend(k, v, ctx, k_start, k_end)
         sinks = None if self.sinks is None else self.sinks[...]
         options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
+        options["bias"] = ctx.position_bias
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
         out = attend(q, k, v, k_start, k_end, sinks, mask_hint=mask_hint, zigzag=ctx.zigzag, **options)
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
@@ -245,7 +250,8 @@ class Attention(SequenceMixer):
         labels = {
             "partial RoPE": self.rope is not None and self.rope.dim < self.head_dim,
             "layers without positions": self.rope is None,
-            "qk-norm": self.q_norm is not None,
+            "qk-norm": not isinstance(self.q_norm, Clip | None),
+            "clipped queries, keys, values": isinstance(self.v_norm, Clip),
             "keys as values": self.v is None,
             "temperature tuning": self.temperature is not None,
             "attention soft-cap": self.softcap is not None,
@@ -303,7 +309,7 @@ def attend(
     k_end: Int[Array, "B T"],
     sinks: Float[Array, " N"] | None = None,
     *,
-    bias: Float[Array, "B 1 T S"] | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     mask_hint: MaskHint | None = None,
@@ -323,7 +329,7 @@ def attend(
         k_start: First key of each query, `B T`.
         k_end: One past each query's last key, `B T`.
         sinks: One logit per query head that takes part in the softmax, or None.
-        bias: Added to the scores of all heads; tokens in order.
+        bias: Added to the scores, for tokens in order; B and N may be 1, for all rows and all heads.
         scale: Factor on the scores, by default `Hk ** -0.5`.
         softcap: `c` in `c * tanh(scores / c)`, or None.
         mask_hint: Static description of the mask (`ctx.mask_hint`), for kernels that do not take intervals.
@@ -364,7 +370,10 @@ def _axes(v: Array | int, bias: Array | None, segments: Any) -> tuple[tuple, lis
     # [B, T, N, H], [B, S, K, H] and, of bounds and segments, [B, T]
     queries, keys = ("batch", "q_seq", "attn_heads", None), ("batch", "kv_seq", "attn_heads", None)
     of_values = None if isinstance(v, int) else keys
-    of_bias = None if bias is None else ("batch", None, "q_seq", None)
+    of_bias = None
+    if bias is not None:
+        rows, heads = ("batch" if bias.shape[0] > 1 else None), ("attn_heads" if bias.shape[1] > 1 else None)
+        of_bias = (rows, heads, "q_seq", None)
     names = [queries, keys, of_values, queries[:2], queries[:2], ("attn_heads",), of_bias]
     return queries, names if segments is None else [*names, queries[:2], keys[:2]]
 

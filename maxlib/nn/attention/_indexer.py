@@ -66,50 +66,31 @@ class Chosen:
         return (place >= self.start[..., None]) & (place < self.end[..., None])
 
 
-class LightningIndexer(nnx.Module):
-    """Scores keys for queries, `sum over heads of w relu(q . k) / sqrt(Hi I)`; the best `top_k` are attended to.
+class Indexer(nnx.Module):
+    """Base class of indexers, whose subclasses make keys: `sum over heads of w relu(q . k) / sqrt(Hi I)` scores a key.
 
-    No gradient passes through the choice: only an `IndexLoss` trains its weights.
+    No gradient passes through the choice of the best keys: only an `IndexLoss` trains the weights.
 
-    Args:
-        dim: Width D of the residual stream.
-        q_rank: Size R of the latent of queries.
+    Attributes:
+        q: Projection of the queries' latent to index queries.
+        weight: Projection of the input to a weight of each head.
+        dim: Width Hi of index queries and keys.
         num_heads: Number I of index heads; all share one key.
-        head_dim: Width Hi of index queries and keys.
         top_k: Keys that a query attends to.
-        rope: Rotation of the first `rope.dim` numbers of index queries and keys.
-        trained: False for weights that are stored, but are no parameters.
-        rngs: Source of initial values.
+        rope: Rotation of `rope.dim` numbers of index queries and keys: the first ones, unless `_rotate` is overridden.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        q_rank: int,
-        *,
-        num_heads: int,
-        head_dim: int,
-        top_k: int,
-        rope: Rope,
-        trained: bool = False,
-        rngs: nnx.Rngs,
-    ):
-        D, R, I, H = dim, q_rank, num_heads, head_dim
-        # Queries are made of the latent that the layer's own queries are made of.
-        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
-        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
-        self.k_norm = LayerNorm(H, eps=1e-6)
-        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
-        if not trained:
-            for layer, name in ((self.q, "w"), (self.k, "w"), (self.weight, "w")):
-                _fix(layer, name)
-            _fix(self.k_norm, "scale")
-            _fix(self.k_norm, "bias")
-        self.dim, self.num_heads, self.top_k, self.rope, self.scale = H, I, top_k, rope, (H * I) ** -0.5
+    q: Einsum
+    weight: Einsum
+    dim: int
+    num_heads: int
+    top_k: int
+    rope: Rope
 
-    def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T Hi"]:
-        """Returns the index keys of tokens."""
-        return self._rotate(self.k_norm(self.k(x))[:, :, None], ctx)[:, :, 0]
+    @property
+    def scale(self) -> float:
+        """Factor on the weights of heads."""
+        return (self.dim * self.num_heads) ** -0.5
 
     def index(
         self, x: Float[Array, "B T D"], latent: Float[Array, "B T R"], keys: Float[Array, "B S Hi"], ctx: Context
@@ -160,10 +141,53 @@ class LightningIndexer(nnx.Module):
         return jnp.concatenate([turned, rest], axis=-1)
 
 
-def _fix(layer: Any, name: str) -> None:
-    """Makes a parameter a variable that is stored and not trained."""
-    old = getattr(layer, name)
-    setattr(layer, name, nnx.Variable(old.get_value(), **old.get_metadata()))
+class LightningIndexer(Indexer):
+    """Indexer with a key for each token (DeepSeek V3.2).
+
+    Args:
+        dim: Width D of the residual stream.
+        q_rank: Size R of the latent of queries.
+        num_heads: Number I of index heads.
+        head_dim: Width Hi of index queries and keys.
+        top_k: Keys that a query attends to.
+        rope: Rotation of the first `rope.dim` numbers of index queries and keys.
+        trained: False for weights that are stored, but are no parameters.
+        rngs: Source of initial values.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        q_rank: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        top_k: int,
+        rope: Rope,
+        trained: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        D, R, I, H = dim, q_rank, num_heads, head_dim
+        # Queries are made of the latent that the layer's own queries are made of.
+        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
+        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
+        self.k_norm = LayerNorm(H, eps=1e-6)
+        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
+        self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
+        if not trained:
+            fix(self)
+
+    def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T Hi"]:
+        """Returns the index keys of tokens."""
+        return self._rotate(self.k_norm(self.k(x))[:, :, None], ctx)[:, :, 0]
+
+
+def fix(module: nnx.Module) -> None:
+    """Makes the parameters of a module variables that are stored and not trained."""
+    for _, part in nnx.iter_modules(module):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, nnx.Param):
+                setattr(part, name, nnx.Variable(value.get_value(), **value.get_metadata()))
 
 
 def taken(a: Float[Array, "B S R"], places: Int[Array, "B T K"], dtype: Any) -> Float[Array, "B T K R"]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._grouped_query import check_no_ring
@@ -18,7 +18,7 @@ from maxlib.nn.attention._index_loss import HIDDEN, Attended, IndexLoss
 from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer
 from maxlib.nn.attention._latent import MLA
 from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
-from maxlib.nn.cache import LayerCache, put_rows
+from maxlib.nn.cache import LatentCache, LayerCache, put_rows
 from maxlib.nn.decoder._context import Context, check_prefix, context_of
 from maxlib.nn.remat import mark_heads
 from maxlib.ops import Rope
@@ -65,6 +65,7 @@ class SparseMLA(MLA):
         index_rope: Rotation within the indexer.
         index_loss: Loss that trains the indexer, reported by `with_loss`; None trains it not, and stores its weights
             as variables that are no parameters.
+        shared: True for a layer without an indexer, which attends to the choice of an earlier layer (`with_choice`).
         gather: True gathers the latents of chosen keys, False computes all keys under a mask; None chooses.
         rngs: Source of initial values.
         **options: Those of `MLA`; `q_rank` is a number.
@@ -83,22 +84,26 @@ class SparseMLA(MLA):
         top_k: int,
         index_rope: Rope,
         index_loss: IndexLoss | None = None,
+        shared: bool = False,
         gather: bool | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
         super().__init__(dim, **options, rngs=rngs)
-        self.indexer = LightningIndexer(
-            dim,
-            options["q_rank"],
-            num_heads=index_heads,
-            head_dim=index_dim,
-            top_k=top_k,
-            rope=index_rope,
-            trained=index_loss is not None,
-            rngs=rngs,
-        )
-        self.index_loss, self.gather = index_loss, gather
+        if shared:
+            self.indexer = None
+        else:
+            self.indexer = LightningIndexer(
+                dim,
+                options["q_rank"],
+                num_heads=index_heads,
+                head_dim=index_dim,
+                top_k=top_k,
+                rope=index_rope,
+                trained=index_loss is not None,
+                rngs=rngs,
+            )
+        self.top_k, self.index_loss, self.gather = top_k, None if shared else index_loss, gather
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: IndexedLatentCache | None = None
@@ -112,35 +117,59 @@ class SparseMLA(MLA):
         """Like `__call__`, but also returns the loss of the indexer by name; none without `index_loss`, or with a
         cache.
         """
+        return self.with_choice(x, ctx, cache)[:3]
+
+    def with_choice(
+        self,
+        x: Float[Array, "B T D"],
+        ctx: Context | None = None,
+        cache: Any = None,
+        best: Int[Array, "B T K"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, dict[str, Array], Int[Array, "B T K"] | None]:
+        """Like `with_loss`, but takes and returns chosen keys.
+
+        Args:
+            x: Input, `B T D`.
+            ctx: Values shared by all layers.
+            cache: Cache of earlier tokens, or None.
+            best: The keys that an earlier layer chose, for a layer that shares them; None for all visible ones.
+
+        Returns:
+            The output, the cache, the loss by name, and the chosen keys; None for all visible ones.
+        """
         ctx = context_of(x, ctx)
         q, latent = mark_heads(self.queries(x, ctx), "q"), checkpoint_name(self.latents(x, ctx), "latent")
         # Nothing behind an index has a gradient: the choice is a step function, and its loss trains the indexer alone.
         still = jax.lax.stop_gradient(x)
-        index_keys = self.indexer.keys(still, ctx)
+        index_keys = None if self.indexer is None else self.indexer.keys(still, ctx)
         if cache is not None:
             q = check_prefix(q, self.mask, ctx)
-            cache = cache.extend(latent, index_keys, ctx)
-            latent, index_keys = cache.latent, cache.index
+            cache = cache.extend(latent, *([] if index_keys is None else [index_keys]), ctx)
+            latent, index_keys = cache.latent, None if index_keys is None else cache.index
         latent, loss = latent.astype(x.dtype), None if cache is not None else self.index_loss
-        index, chosen = self._choose(still, index_keys, ctx, loss)
+        if index_keys is None:
+            index, chosen = None, Chosen(*ctx.key_intervals(self.mask), best)
+        else:
+            index, chosen = self._choose(still, index_keys, ctx, loss)
         if self._gathers(chosen, latent):
             out = self._from_chosen(self._attended(q, latent, chosen))
         else:
             out = self._from_all(q, latent, chosen, ctx, cache)
         aux = {} if loss is None else {loss.name: loss(index, self._attended(q, latent, chosen))}
-        return self.o(checkpoint_name(out, "heads")), cache, aux
+        return self.o(checkpoint_name(out, "heads")), cache, aux, chosen.best
 
     def _choose(self, x: Array, keys: Array, ctx: Context, loss: IndexLoss | None) -> tuple[Any, Chosen]:
         """Returns what the indexer's scores are computed of, None if nobody needs it, and the keys to attend to."""
-        bounds, few = ctx.key_intervals(self.mask), keys.shape[1] <= self.indexer.top_k
+        bounds, few = ctx.key_intervals(self.mask), keys.shape[1] <= self.top_k
         index = None if few and loss is None else self._index(x, keys, ctx)
         if index is None or few or (loss is not None and loss.dense):
             return index, Chosen(*bounds)
+        assert self.indexer is not None
         return index, self.indexer.choose(index, bounds)
 
     def _index(self, x: Array, keys: Array, ctx: Context) -> Index:
         """Returns what the indexer's scores are computed of."""
-        assert self.q_down is not None and self.q_norm is not None
+        assert self.q_down is not None and self.q_norm is not None and self.indexer is not None
         return self.indexer.index(x, jax.lax.stop_gradient(self.q_norm(self.q_down(x))), keys, ctx)
 
     def _gathers(self, chosen: Chosen, latent: Float[Array, "B S R"]) -> bool:
@@ -203,15 +232,17 @@ class SparseMLA(MLA):
         out = checkpoint_name(constrain(out, "batch", "seq", "act_heads", None), "attention_out")
         return self.v_up.product("BTNR,NHR->BTNH", out)
 
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedLatentCache:
-        """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Makes an empty cache for `batch` rows of up to `capacity` tokens; one that shares a choice has no index."""
         latent = jnp.zeros((batch, capacity, self.kv_rank + self.shared_dim), dtype)
+        if self.indexer is None:
+            return LatentCache(latent)
         return IndexedLatentCache(latent, jnp.zeros((batch, capacity, self.indexer.dim), dtype))
 
     @property
     def features(self) -> tuple[str, ...]:
         """Labels of its options for tables."""
-        return (f"{self.indexer.top_k} chosen keys",)
+        return (f"{self.top_k} chosen keys" if self.indexer is not None else "shared choices",)
 
 
 def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:

@@ -4,6 +4,8 @@ Shapes: B rows, T tokens, R rows of M-RoPE positions. A row may hold several doc
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +19,22 @@ from maxlib.ops import AxialRope, GridRope, Mask, MaskHint, MRope, Rope, StaticM
 from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
 
 AnyRope = Rope | GridRope | MRope | AxialRope
+# Maps the indices of queries, `B T`, and of keys, `S`, to what is added to the scores, `B N T S`.
+PositionBias = Callable[[Int[Array, "B T"], Int[Array, " S"]], Float[Array, "B N T S"]]
+
+
+@pytree
+class Encoded:
+    """Output of an encoder, to which the layers of a decoder attend (`CrossAttention`).
+
+    Args:
+        hidden: `B S D`, a vector for each token of the other sequence.
+        segment_ids: `B S`, the packed document of each vector, in increasing order and numbered as those of the
+            decoder's tokens are; 0 for padding. None if each row is one document without padding.
+    """
+
+    hidden: Float[Array, "B S D"]
+    segment_ids: Int[Array, "B S"] | None = None
 
 
 @pytree
@@ -40,6 +58,10 @@ class Context:
         tokens: `B T`, ids for layers that hash or look them up; None unless the model passes them on.
         features: `B T n D`, vectors that a model adds to tokens after some layers (`Decoder.layer_inputs`); None inside
             layers.
+        position_bias: `B N T S`, added to the scores of self-attention; B is 1 if it is the same for all rows.
+        encoded: Output of an encoder; None without one, or if caches have its keys and values.
+        encoded_interval: `B T` each, the first vector of `encoded` that belongs to a token's document, and one past the
+            last.
         next_position_offset: `B`, the next `position_offset` of the cache; None if positions count tokens.
         rope_length: Length of every document for length-dependent rotary scalings, if it is known in advance; None if
             each document has a length of its own.
@@ -61,6 +83,9 @@ class Context:
     tables: tuple[Any, ...] = ()
     tokens: Int[Array, "B T"] | None = None
     features: Float[Array, "B T n D"] | None = None
+    position_bias: Float[Array, "#B N T S"] | None = None
+    encoded: Encoded | None = None
+    encoded_interval: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
     next_position_offset: Int[Array, " B"] | None = None
     rope_length: int | None = static(default=None)
     masks: tuple[Mask, ...] = static(default=())
@@ -141,6 +166,8 @@ def make_context(
     cache: Any = None,
     tokens: Int[Array, "B T"] | None = None,
     features: Float[Array, "B T n D"] | None = None,
+    position_bias: PositionBias | None = None,
+    encoded: Encoded | None = None,
     masks: tuple[Mask, ...] = (),
     ropes: tuple[AnyRope, ...] = (),
 ) -> Context:
@@ -156,12 +183,15 @@ def make_context(
         cache: Cache of the model. Its `position_offset` shifts the default positions.
         tokens: `B T`, ids for layers that use them.
         features: `B T n D`, vectors that a model adds to tokens after some layers.
+        position_bias: Computes what is added to the scores of self-attention, such as `nn.ALiBi`.
+        encoded: Output of an encoder, for layers with cross-attention.
         masks: Masks to compute in advance; others are computed when a layer asks for them.
         ropes: Rotary embeddings to compute in advance.
 
     Raises:
-        ValueError: when an input has a wrong shape, or a cache is combined with segment_ids, left padding or too many
-            tokens.
+        ValueError: when an input has a wrong shape; when a cache is combined with segment_ids, left padding or too many
+            tokens, or does not keep every key and there is a position bias; when the rows of `encoded` are not those of
+            the tokens.
     """
     _check_rows(batch, seq, cache, {"segment_ids": segment_ids, "valid": valid, "tokens": tokens}, positions)
     # Tokens before this call; `index` counts on from them.
@@ -179,6 +209,9 @@ def make_context(
         bidirectional_blocks=bidirectional_blocks,
         tokens=tokens,
         features=features,
+        position_bias=None if position_bias is None else _position_bias(position_bias, index, cache),
+        encoded=encoded,
+        encoded_interval=None if encoded is None else _encoded_interval(encoded, batch, seq, segment_ids, valid),
         next_position_offset=_next_offset(positions, valid, length + num_new, cache),
         rope_length=_rope_length(seq, positions, packed=valid is not None, cache=cache),
         packed=valid is not None,
@@ -187,6 +220,50 @@ def make_context(
     tables = tuple(ctx.rotary(rope) for rope in ropes)
     intervals = tuple(ctx.key_intervals(mask) for mask in masks)
     return dataclasses.replace(ctx, intervals=intervals, tables=tables, masks=tuple(masks), ropes=tuple(ropes))
+
+
+def _position_bias(bias: PositionBias, index: Int[Array, "B T"], cache: Any) -> Float[Array, "#B N T S"]:
+    """Computes the bias once for all layers: between the tokens, or between them and the slots of a cache."""
+    if cache is None:
+        # Distances within a document are those within its row.
+        keys = jnp.arange(index.shape[1], dtype=jnp.int32)
+        return bias(keys[None], keys)
+    if cache.capacity is None:
+        raise ValueError("a position bias needs a cache that keeps every key; this model's layers have sliding windows")
+    return bias(index, jnp.arange(cache.capacity, dtype=jnp.int32))
+
+
+def _encoded_interval(
+    encoded: Encoded,
+    batch: int,
+    seq: int,
+    segment_ids: Int[Array, "B T"] | None,
+    valid: Bool[Array, "B T"] | None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Returns, for each token, the vectors of its document in `encoded`; an empty interval for padding."""
+    if len(encoded.hidden) != batch:
+        raise ValueError(
+            f"the encoder's output must have a row for each of the {batch} rows of tokens, got {len(encoded.hidden)}"
+        )
+    if segment_ids is not None and encoded.segment_ids is None:
+        raise ValueError(
+            "the tokens have segment_ids, so the encoder's output needs them too: give both sides of a document one number"
+        )
+    ids = jnp.ones((batch, seq), jnp.int32) if segment_ids is None else segment_ids
+    ids = ids if valid is None else jnp.where(valid, ids, 0)
+    if encoded.segment_ids is None:
+        start, end = jnp.zeros_like(ids), jnp.full_like(ids, encoded.hidden.shape[1])
+    else:
+        # Ids increase along a row; padding counts as part of the document before it, or of the one after it.
+        from_left = jax.lax.cummax(encoded.segment_ids, axis=1)
+        no_padding = jnp.where(encoded.segment_ids > 0, encoded.segment_ids, jnp.iinfo(jnp.int32).max)
+        from_right = jax.lax.cummin(no_padding, axis=1, reverse=True)
+        start = jax.vmap(jnp.searchsorted)(from_left, ids).astype(jnp.int32)
+        end = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(from_right, ids).astype(jnp.int32)
+    is_real = (ids > 0) & (start < end)
+    # Empty intervals begin where the last one ended, so that bounds do not decrease along the row.
+    last = jax.lax.cummax(jnp.where(is_real, end, 0), axis=1)
+    return jnp.where(is_real, start, last), jnp.where(is_real, end, last)
 
 
 def context_of(x: Float[Array, "B T D"], ctx: Context | None) -> Context:

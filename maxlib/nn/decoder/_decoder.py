@@ -12,7 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib._utils.arguments import check_array, check_dtype
 from maxlib.nn._linear import Embed
 from maxlib.nn.cache import Cache
-from maxlib.nn.decoder._context import AnyRope, Context, make_context, zigzag_shard, zigzag_unshard
+from maxlib.nn.decoder._context import (
+    AnyRope,
+    Context,
+    PositionBias,
+    make_context,
+    zigzag_shard,
+    zigzag_unshard,
+)
 from maxlib.nn.decoder._model import Input, Output
 from maxlib.nn.mtp import MTP, MTPOutput, predict_ahead
 from maxlib.nn.remat import Policy
@@ -33,6 +40,12 @@ def check_tokens(tokens: Any) -> None:
         )
 
 
+def attributes_of(layers: nnx.Module, name: str) -> tuple[Any, ...]:
+    """Returns the values of an attribute of mixers and of parts of them, each once."""
+    values = (getattr(module, name, None) for _, module in nnx.iter_modules(layers))
+    return tuple(dict.fromkeys(value for value in values if value is not None))
+
+
 class Decoder(nnx.Module):
     """Base class of decoder-only models: embedding, stack of layers, final norm and head (docs/decisions.md).
 
@@ -45,25 +58,29 @@ class Decoder(nnx.Module):
         embed: Table of token vectors.
         layers: The stack of layers.
         norm: The norm after the last layer.
-        head: Table of output vectors; None if it is tied to `embed`.
+        head: Table of output vectors, None if it is tied to `embed`; or a head of numbers (`nn.with_head`).
         mtp: Modules for multi-token prediction, which predict 2, 3, ... tokens ahead; the first one can draft.
         recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
             (LongRoPE in Phi); None if there is none.
         softcap: `c` in `c * tanh(logits / c)`; None leaves logits as they are.
+        has_cache: False for an encoder, which cannot decode token by token.
         layers_take_tokens: True if layers read ids from `ctx.tokens`.
         layers_share: True if layers share values with later ones. Their `x` is then a `stack.Carry`.
+        position_bias: What is added to the scores of self-attention in all layers, such as `nn.ALiBi`.
     """
 
     cfg: Any
     embed: Embed
     layers: Stack
     norm: nnx.Module
-    head: Embed | None = None
+    head: Any = None
     mtp: Sequence[MTP] = ()
     recompute_cache_at: int | None = None
     softcap: float | None = None
+    has_cache: bool = True
     layers_take_tokens: bool = False
     layers_share: bool = False
+    position_bias: PositionBias | None = None
 
     @property
     def inputs(self) -> dict[str, Input]:
@@ -73,17 +90,12 @@ class Decoder(nnx.Module):
     @property
     def masks(self) -> tuple[Mask, ...]:
         """Returns the masks of the layers, whose key intervals are computed once per forward pass."""
-        return self._of_layers("mask")
+        return attributes_of(self.layers, "mask")
 
     @property
     def ropes(self) -> tuple[AnyRope, ...]:
         """Returns the rotary embeddings of the layers, whose tables are computed once per forward pass."""
-        return self._of_layers("rope")
-
-    def _of_layers(self, name: str) -> tuple[Any, ...]:
-        """Returns the values of an attribute of mixers and of parts of them, each once."""
-        values = (getattr(module, name, None) for _, module in nnx.iter_modules(self.layers))
-        return tuple(dict.fromkeys(value for value in values if value is not None))
+        return attributes_of(self.layers, "rope")
 
     def __call__(
         self,
@@ -206,11 +218,19 @@ class Decoder(nnx.Module):
 
         If sequences are split over devices, tokens are put into zigzag order, unless a layer needs their natural order.
         """
-        ctx = make_context(*x.shape[:2], cache=cache, masks=self.masks, ropes=self.ropes, **inputs)
+        ctx = make_context(
+            *x.shape[:2],
+            cache=cache,
+            position_bias=self.position_bias,
+            masks=self.masks,
+            ropes=self.ropes,
+            **inputs,
+        )
         # Shard [B, T, D] over the mesh as every layer expects it.
         x = checkpoint_name(constrain(x, "batch", "seq", "act_embed"), "embed")
-        # A cache stores tokens by index, so decoding keeps the natural order.
-        x, ctx = zigzag_shard(x, ctx) if cache is None and self.layers.is_reorderable else (x, ctx)
+        # A cache stores tokens by index, so decoding keeps the natural order; a position bias is in that order too.
+        in_order = cache is not None or self.position_bias is not None
+        x, ctx = zigzag_shard(x, ctx) if self.layers.is_reorderable and not in_order else (x, ctx)
         return (Carry(x, {}) if self.layers_share else x), ctx
 
     def layer_inputs(self, x: Float[Array, "B T D"], ctx: Context) -> Any:

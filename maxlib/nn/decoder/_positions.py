@@ -1,12 +1,13 @@
-"""Learned positions: a table with a trained vector for each position up to a maximum length."""
+"""Absolute positions: vectors that are added to those of tokens, learned or sinusoidal."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxlib.nn._initial_values import Init, normal
 from maxlib.nn._linear import draw_key
@@ -41,9 +42,13 @@ class LearnedPositions(nnx.Module):
         self.check(ctx.rope_length or 0)
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             self.check(int(ctx.positions.max()) + 1)
+        return self.rows(ctx.positions, dtype=dtype)
+
+    def rows(self, positions: Int[Array, "B T"], *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
+        """Returns these rows of the table in `dtype`; NaN for rows that it does not have."""
         # The table is small, so gather it over the width; then the lookup needs no communication. [B, T] -> [B, T, D]
         w = constrain(self.w[...], "position", None)
-        return jnp.asarray(jnp.take(w, ctx.positions, axis=0, mode="fill"), dtype)
+        return jnp.asarray(jnp.take(w, positions, axis=0, mode="fill"), dtype)
 
     def check(self, length: int) -> None:
         """Raises ValueError if `length` tokens exceed the table."""
@@ -52,3 +57,40 @@ class LearnedPositions(nnx.Module):
                 f"this model has {self.length} learned positions, but {length} tokens (a row, or the capacity of a "
                 "cache) need more: shorten the text, or give generation a smaller capacity"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class SinusoidalPositions:
+    """Fixed vectors of sines and cosines, added to the token vectors (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Pair `i` of `dim / 2` has the frequency `max_period^(-i / (dim / 2))`: all sines come first, then all cosines.
+
+    Args:
+        dim: Even width D of a vector.
+        max_period: Ratio of the longest to the shortest wave.
+        interleaved: True puts the sine and the cosine of a pair beside each other, as the paper does.
+        last_included: True divides `i` by `dim / 2 - 1`, so that the last pair has the longest wave (Whisper).
+    """
+
+    dim: int
+    max_period: float = 10_000.0
+    interleaved: bool = False
+    last_included: bool = False
+
+    def __post_init__(self):
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"dim must be a positive even number (sines and cosines come in pairs), got {self.dim}")
+
+    def __call__(self, ctx: Context, *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
+        """Returns the vectors of `ctx.positions` in `dtype`."""
+        return jnp.asarray(self.vectors(ctx.positions), dtype)
+
+    def vectors(self, positions: Int[Array, "..."] | Float[Array, "..."]) -> Float[Array, "... D"]:
+        """Returns the vectors of any positions in float32; also those of real numbers, such as times of diffusion."""
+        count = self.dim // 2
+        steps = jnp.arange(count, dtype=jnp.float32) / (count - self.last_included)
+        angles = jnp.einsum("...,i->...i", positions.astype(jnp.float32), self.max_period**-steps)
+        pairs = jnp.sin(angles), jnp.cos(angles)
+        if self.interleaved:
+            return jnp.stack(pairs, axis=-1).reshape(*positions.shape, self.dim)
+        return jnp.concatenate(pairs, axis=-1)

@@ -47,6 +47,11 @@ class RouterLoss(Protocol):
         ...
 
 
+def takes_tokens(router: Any) -> bool:
+    """Returns True if a router decides by the ids of tokens."""
+    return getattr(router, "takes_tokens", False)
+
+
 class MoE(nnx.Module):
     """Mixture of experts: `sum over chosen experts of weight * down(activation(gate(x), up(x)))`, plus `shared(x)`.
 
@@ -66,7 +71,8 @@ class MoE(nnx.Module):
     Args:
         dim: Width D of the residual stream.
         mlp_dim: Width F of an expert.
-        router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`.
+        router: `Router`, `SigmoidInputRouter` or another `router(x) -> Routing` with `num_experts` and `top_k`; one
+            with `takes_tokens` is called as `router(x, ctx.tokens)`.
         activation: Combines an expert's gate and up projections, such as `swiglu`; without a gate, a function of one
             array.
         gated: False for experts without a gate (Nemotron).
@@ -140,15 +146,15 @@ class MoE(nnx.Module):
 
         Returns:
             The output, `B T D`, and arrays by name: the router's losses; `moe/load`, each expert's share of the choices
-            before any is dropped; `moe/counts`, how often each was chosen; with a capacity `moe/dropped`, the share of
-            dropped choices.
+            before any is dropped; `moe/counts`, how often each was chosen, unless the ids of tokens decide; with a
+            capacity `moe/dropped`, the share of dropped choices.
 
         Raises:
             ValueError: when `x` is not of shape `B T D`.
         """
         check_is_rows(x)
         valid = None if ctx is None else ctx.valid
-        routing = self.router(x if routed_by is None else routed_by)
+        routing = self._route(x if routed_by is None else routed_by, ctx)
         # [B, T, D] -> [B, T, L]
         h = x if self.enter is None else self.enter(x)
         y, computed = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
@@ -156,6 +162,12 @@ class MoE(nnx.Module):
         # [B, T, L] -> [B, T, D], applied once to the sum over experts
         y = y if self.leave is None else self.leave(y)
         return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx, computed)
+
+    def _route(self, x, ctx: Context | None) -> Routing:
+        """Returns the router's decisions; some routers decide by the ids of tokens."""
+        if not takes_tokens(self.router):
+            return self.router(x)
+        return self.router(x, None if ctx is None else ctx.tokens)
 
     def _shared(self, x):
         """Applies the shared layer and its gate."""
@@ -229,7 +241,9 @@ class MoE(nnx.Module):
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, ctx) for loss in self.losses} | {"moe/load": counts / total}
         # Counts can be added over microbatches; shares cannot, because microbatches have different numbers of tokens.
-        aux["moe/counts"] = counts
+        # They move the expert biases; a choice by the token's id has none.
+        if not takes_tokens(self.router):
+            aux["moe/counts"] = counts
         if self.capacity_factor is not None:
             aux["moe/dropped"] = jnp.maximum(counts.sum() - computed.sum(), 0) / total
         return aux
@@ -238,7 +252,7 @@ class MoE(nnx.Module):
         """Computes the output of a dropless call by a plain loop in which every expert computes every token (the
         specification).
         """
-        routing, inputs = self.router(x), x if self.enter is None else self.enter(x)
+        routing, inputs = self._route(x, ctx), x if self.enter is None else self.enter(x)
 
         def add(y, expert):
             e, gate, up, down = expert

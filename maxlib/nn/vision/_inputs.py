@@ -83,6 +83,7 @@ class PatchInput:
             between positions and the number of tokens, so that decoding continues correctly after an image.
         bidirectional: True if the tokens of an image attend to each other, in layers whose mask has
             `ops.BidirectionalBlocks`.
+        frame_step: Time between the frames of a video, see `mrope_positions`.
     """
 
     tower: Any
@@ -91,6 +92,7 @@ class PatchInput:
     patch_dim: int
     mrope: bool = False
     bidirectional: bool = False
+    frame_step: int | None = None
 
     @property
     def moves_positions(self) -> bool:
@@ -138,7 +140,13 @@ class PatchInput:
         if self.mrope and positions is None:
             start = None if cache is None else cache.length + _offset(cache)
             arguments["positions"] = mrope_positions(
-                is_image, jnp.asarray(images.grids), self.merge, segment_ids=segment_ids, valid=valid, start=start
+                is_image,
+                jnp.asarray(images.grids),
+                self.merge,
+                segment_ids=segment_ids,
+                valid=valid,
+                start=start,
+                frame_step=self.frame_step,
             )
         elif self.mrope:
             _check_positions(positions)

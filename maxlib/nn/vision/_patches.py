@@ -237,8 +237,9 @@ def mrope_positions(
     segment_ids: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     start: Int[Array, " B"] | None = None,
+    frame_step: int | None = None,
 ) -> Int[Array, "B T 3"]:
-    """Computes the positions of tokens and images by time, row and column (M-RoPE of Qwen3-VL).
+    """Computes the positions of tokens and images by time, row and column (M-RoPE).
 
     A text token has three equal positions, and the position grows by 1 with each token. The tokens of an image that
     begins at `p` have time `p`, and row and column `p` plus those on the merged grid. The next token is at `p` plus the
@@ -251,6 +252,8 @@ def mrope_positions(
         segment_ids: Packed document of each token, 0 for padding; positions restart in each.
         valid: False for padding.
         start: Position of each row's first token, 0 unless given.
+        frame_step: Time between images that follow each other without text, the frames of a video (Qwen2-VL); all of
+            them begin at the same row and column. None for frames with text between them (Qwen3-VL).
 
     Returns:
         Positions, `B T 3`.
@@ -262,16 +265,33 @@ def mrope_positions(
     at = _places(
         grids // jnp.array([1, merge, merge], grids.dtype)[None, None], placeholder_index(is_image, len(grids))
     )
-    # Step of the position to the next token; an image advances it after its last placeholder.
-    last = at.index + 1 == at.height * at.width
-    of_image = jnp.where(last, jnp.maximum(at.height, at.width), 0).reshape(is_image.shape)
-    steps = jnp.where(is_image, of_image, 1) * real
+    # Step of the position to the next token; an image advances it after its last placeholder, a video after that of
+    # its last frame.
+    last, extent = at.index + 1 == at.height * at.width, jnp.maximum(at.height, at.width)
+    last, extent = last.reshape(is_image.shape), extent.reshape(is_image.shape)
+    time = jnp.zeros(is_image.shape, jnp.int32)
+    if frame_step is not None:
+        frame, last = _frame_numbers(is_image, at.image.reshape(is_image.shape), segment_ids)
+        time = jnp.where(is_image, frame * frame_step, 0)
+        extent = jnp.maximum(extent, time + 1)
+    steps = jnp.where(is_image, jnp.where(last, extent, 0), 1) * real
     before = jnp.cumsum(steps, axis=1) - steps
     if segment_ids is not None:
         before = before - jnp.take_along_axis(before, first_of_segment(segment_ids), axis=1)
     before = before if start is None else before + start[:, None]
     row, column = (jnp.where(is_image, x.reshape(is_image.shape), 0) for x in jnp.divmod(at.index, at.width))
-    return jnp.stack([before, before + row, before + column], axis=2).astype(jnp.int32)
+    return jnp.stack([before + time, before + row, before + column], axis=2).astype(jnp.int32)
+
+
+def _frame_numbers(
+    is_image: Bool[Array, "B T"], image: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns the number of each placeholder's image in its run of placeholders, and which are the last of a run."""
+    runs = is_image.astype(jnp.int32) if segment_ids is None else jnp.where(is_image, segment_ids, 0)
+    first = first_of_segment(runs)
+    edge = jnp.ones((len(runs), 1), bool)
+    last = jnp.concatenate([runs[:, 1:] != runs[:, :-1], edge], axis=1)
+    return image - jnp.take_along_axis(image, first, axis=1), last
 
 
 def placeholder_index(is_image: Bool[Array, "B T"], rows: int) -> Int[Array, "R N"]:

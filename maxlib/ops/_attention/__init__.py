@@ -6,6 +6,7 @@ from maxlib.ops._attention.masks import BidirectionalBlocks as BidirectionalBloc
 from maxlib.ops._attention.masks import Causal as Causal
 from maxlib.ops._attention.masks import Chunked as Chunked
 from maxlib.ops._attention.masks import Full as Full
+from maxlib.ops._attention.masks import LocalWindow as LocalWindow
 from maxlib.ops._attention.masks import Mask as Mask
 from maxlib.ops._attention.masks import MaskHint as MaskHint
 from maxlib.ops._attention.masks import Prefix as Prefix

@@ -218,6 +218,27 @@ class SlidingWindow(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalWindow(Mask):
+    """Window to both sides, for encoders: the keys at most `reach` tokens before or after the query (ModernBERT).
+
+    Args:
+        reach: Number of keys on each side.
+
+    Raises:
+        ValueError: When `reach` is not an integer of at least 1.
+    """
+
+    reach: int
+
+    def __post_init__(self):
+        _check_tokens("reach", self.reach)
+
+    def interval(self, tokens: TokenPositions) -> Interval:
+        start = jnp.maximum(tokens.start, tokens.index - self.reach)
+        return start, jnp.minimum(tokens.stop, tokens.index + self.reach + 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
     """Chunked mask: the keys of the query's own chunk (Llama 4); use as `Causal() & Chunked(n)`.
 

@@ -28,19 +28,23 @@ def geglu(gate: Array, up: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """SwiGLU with clipped inputs (GPT-OSS): `g * sigmoid(alpha * g) * (u + 1)`.
+    """SwiGLU with clipped inputs (GPT-OSS): `g * sigmoid(alpha * g) * (u + offset)`.
+
+    DeepSeek V4's is `ClampedSwiGLU(1.0, 10.0, 0.0)`.
 
     Args:
         alpha: Slope of the sigmoid.
         limit: `g` is `min(gate, limit)`, and `u` is `up` clipped to `[-limit, limit]`.
+        offset: Added to `u`.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
+    offset: float = 1.0
 
     def __call__(self, gate: Array, up: Array) -> Array:
         gate = jnp.minimum(gate, self.limit)
-        return gate * jax.nn.sigmoid(self.alpha * gate) * (jnp.clip(up, -self.limit, self.limit) + 1)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (jnp.clip(up, -self.limit, self.limit) + self.offset)
 
 
 def grouped_glu(

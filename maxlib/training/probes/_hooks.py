@@ -129,7 +129,7 @@ def _with_scores(layer: Any, out: Array, args: Sequence[Any]) -> Array:
     q, k = layer.queries_and_keys(x, ctx)
     k_start, k_end = (bound[0] for bound in ctx.key_intervals(layer.mask))
     seen = jax.lax.stop_gradient(logits_seen(q[0], k[0], k_start, k_end, layer.scale))
-    return _beside(out, layer.logit_tap[...], seen)
+    return beside(out, layer.logit_tap[...], seen)
 
 
 @jax.custom_vjp
@@ -151,11 +151,12 @@ _through.defvjp(_through_fwd, _through_bwd)
 
 
 @jax.custom_vjp
-def _beside(x: Array, tap: Array, seen: Array) -> Array:
+def beside(x: Array, tap: Array, seen: Array) -> Array:
+    """Returns `x`; the gradient with respect to `tap` is `seen`."""
     return x
 
 
-_beside.defvjp(lambda x, tap, seen: (x, seen), lambda seen, gradient: (gradient, seen, jnp.zeros_like(seen)))
+beside.defvjp(lambda x, tap, seen: (x, seen), lambda seen, gradient: (gradient, seen, jnp.zeros_like(seen)))
 
 
 def _rms(x: Array) -> Array:

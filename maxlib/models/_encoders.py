@@ -1,0 +1,104 @@
+"""Heads of encoders: for masked tokens, or for classes of whole sequences. Letter in shapes: C = D + 1."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib import nn
+from maxlib.sharding import constrain
+from maxlib.weights import Computed, HFConfig
+
+
+class Transform(nnx.Module):
+    """What an encoder computes before its head: `norm(act(dense(x)))`.
+
+    Args:
+        dim: Width D.
+        act: Activation.
+        norm: Norm of the result; None for none.
+        bias: True adds a bias to `dense`.
+        rngs: Source of initial values.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        act: Callable,
+        *,
+        norm: nnx.Module | None = None,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        self.norm, self.act = norm, act
+        self.dense = nn.Einsum("...D,ED->...E", (dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies it to each token."""
+        h = self.act(self.dense(x))
+        return h if self.norm is None else self.norm(h)
+
+
+class EncoderLM(nn.Decoder):
+    """Base class of encoders with a head over the vocabulary, or over classes.
+
+    The head has a bias: `hidden` ends with a one, and the bias is the last column of `head_weight`. So losses compute
+    the same as for a decoder. The targets of `NextToken` are the tokens behind masks; or, for classes, the class of a
+    document at its first token; and -1 elsewhere.
+
+    A subclass makes `head` for classes, or leaves it None for a head tied to `embed`, and `bias`.
+    """
+
+    bias: nnx.Param | None
+    has_cache = False
+
+    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T C"]:
+        """Returns the input of the head, `norm(x)`, and a one if the head has a bias."""
+        hidden = super().leave(x, ctx)
+        if self.bias is None:
+            return hidden
+        return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
+
+    def head_weight(self) -> Float[Array, "V C"]:
+        """Returns the head's matrix, and its bias as the last column."""
+        weight = super().head_weight()
+        return weight if self.bias is None else jnp.concatenate([weight, self.bias[...][:, None]], axis=1)
+
+    def logits(self, hidden: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
+        """Returns the scores of tokens or of classes in float32."""
+        weight = self.head_weight().astype(hidden.dtype)
+        logits = jnp.einsum("...D,VD->...V", hidden, weight, preferred_element_type=jnp.float32)
+        return constrain(logits, "batch", "seq", "act_vocab")
+
+    def init_cache(self, batch: int, capacity: int, **_: Any) -> NoReturn:
+        """Raises ValueError: tokens attend to later ones, so an encoder cannot decode one by one."""
+        raise ValueError(f"{type(self).__name__} is an encoder, which has no cache: call it with whole sequences")
+
+
+def labels(architecture: str | Callable[[Any], str]) -> Computed:
+    """Makes the entry for the names of classes, None for a model with a head over the vocabulary.
+
+    Args:
+        architecture: The class in transformers of a model with classes, or a function from a configuration to it.
+    """
+
+    def read(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
+        classes = hf.take("architectures", None, kind=list) or []
+        if not any(name.endswith("ForSequenceClassification") for name in classes):
+            return None
+        names = hf.take("id2label", None, kind=dict) or {"0": "LABEL_0", "1": "LABEL_1"}
+        return tuple(names[number] for number in sorted(names, key=int))
+
+    def write(value: tuple[str, ...] | None, cfg: Any) -> dict[str, Any]:
+        if value is None:
+            return {}
+        name = architecture(cfg) if callable(architecture) else architecture
+        return {
+            "architectures": [name],
+            "id2label": {str(i): label for i, label in enumerate(value)},
+            "label2id": {label: i for i, label in enumerate(value)},
+        }
+
+    return Computed("labels", read, write)

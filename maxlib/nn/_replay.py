@@ -1,0 +1,116 @@
+"""Router replay (R3, arXiv:2510.11370): a trainer uses the experts that the engine chose when it sampled.
+
+Engine and trainer round differently, so some tokens would go to other experts, and the ratio of their probabilities
+would be that of two networks. Only the choice is replayed: weights come from the current scores, so routers learn.
+
+Shapes: B rows, T tokens, M layers with experts, X chosen experts of a token.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from maxlib.nn._capture import capture, patch
+from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
+
+EXPERTS = "router_experts"  # the name of the chosen ids
+_AXES = ("batch", "seq", None, None)
+
+
+def record(model: Any) -> Callable[..., tuple[Any, Int[Array, "B T M X"]]]:
+    """Returns a function that calls `model` and also returns the experts of each token, `B T M X` int16.
+
+    It is called as the model is: `output, routes = nn.router.record(model)(tokens)`.
+
+    Args:
+        model: A `Decoder` with experts.
+    """
+
+    def run(tokens: Int[Array, "B T"], **inputs: Any) -> tuple[Any, Int[Array, "B T M X"]]:
+        output, values = capture(model, EXPERTS)(tokens, **inputs)
+        # [M, B, T, X] -> [B, T, M, X]
+        routes = jnp.moveaxis(values[EXPERTS], 0, 2).astype(jnp.int16)
+        is_zigzag = inputs.get("cache") is None and _is_zigzag(model, tokens.shape[1])
+        return output, unzigzag(routes, *_AXES) if is_zigzag else routes
+
+    return run
+
+
+def replay(model: Any, routes: Int[Any, "B T M X"]) -> Any:
+    """Returns a copy of `model` whose routers choose the experts `routes`.
+
+    A `post_training.PolicyLoss` does this itself for a batch with `routed_experts`. Expert counts, and with them
+    balancing, follow the replayed ids. Within the stages of a pipeline no value can be replaced, which raises
+    ValueError.
+
+    Args:
+        model: A `Decoder` with experts.
+        routes: Ids of the chosen experts, in any order, with a row for each layer with experts or for each layer of the
+            model. Tokens with a negative id, such as padding and a text's last token, choose for themselves.
+
+    Raises:
+        ValueError: when `routes` has another number of layers, or when called, of rows, tokens or experts per token.
+    """
+    layers = _expert_layers(model)
+    if routes.ndim != 4 or routes.shape[2] not in (len(layers), len(model.layers)):
+        raise ValueError(
+            f"routes must be B T M X, with M = {len(layers)} layers with experts or all {len(model.layers)} layers, got the "
+            f"shape {routes.shape}"
+        )
+    row_of = np.arange(len(model.layers))
+    if routes.shape[2] == len(layers):
+        row_of[layers] = np.arange(len(layers))
+
+    def chosen(experts: Int[Array, "B T X"], layer: Any) -> Int[Array, "B T X"]:
+        of_layer = jax.lax.dynamic_index_in_dim(jnp.asarray(routes), jnp.asarray(row_of)[layer], axis=2, keepdims=True)
+        if of_layer[:, :, 0].shape != experts.shape:
+            raise ValueError(f"routes of a layer must be {experts.shape}, as its router's, got {of_layer.shape}")
+        if _is_zigzag(model, experts.shape[1]):
+            of_layer = zigzag(of_layer, *_AXES)
+        of_layer = of_layer[:, :, 0].astype(experts.dtype)
+        return jnp.where(jnp.any(of_layer < 0, axis=-1, keepdims=True), experts, of_layer)
+
+    return patch(model, {EXPERTS: chosen})
+
+
+def route_rows(routes: Sequence[Int[np.ndarray, "_ M X"]], *, length: int) -> Int[np.ndarray, "B T M X"]:
+    """Pads the routes of texts to rows for `replay`, int16; tokens without routes get -1.
+
+    vLLM's `routed_experts` are such arrays: all layers, and all tokens of prompt and completion but the last, which it
+    never reads. For a packed row, pad each text to its number of tokens and concatenate.
+
+    Args:
+        routes: Ids of experts for each text.
+        length: Number of tokens in a row.
+
+    Raises:
+        ValueError: when a text has more than `length` tokens.
+    """
+    arrays = [np.asarray(route) for route in routes]
+    if (longest := max(map(len, arrays))) > length:
+        raise ValueError(f"the routes of a text must fit a row of {length} tokens, got {longest}")
+    rows = np.full((len(arrays), length, *arrays[0].shape[1:]), -1, np.int16)
+    for row, route in zip(rows, arrays, strict=True):
+        row[: len(route)] = route
+    return rows
+
+
+def _expert_layers(model: Any) -> list[int]:
+    """Returns the numbers of the layers that have a router."""
+
+    def has_router(i: int) -> bool:
+        _, group, slot = model.layers.where(i)[0].split(".")
+        modules = nnx.iter_modules(model.layers.groups[int(group)][int(slot)])
+        return any(hasattr(module, "top_k") and hasattr(module, "num_experts") for _, module in modules)
+
+    return [i for i in range(len(model.layers)) if has_router(i)]
+
+
+def _is_zigzag(model: Any, length: int) -> bool:
+    """Returns True if the layers of a call without a cache have tokens in zigzag order."""
+    return model.layers.is_reorderable and can_zigzag(length)

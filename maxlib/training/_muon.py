@@ -1,0 +1,239 @@
+"""Muon (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982) and its variants with a second moment, with the
+orthogonalization spread over devices.
+
+Shapes: M matrices, I inputs, O outputs.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from maxlib import sharding
+
+Dimensions = tuple[tuple[int, ...], tuple[int, ...]]  # of inputs, and of outputs
+Normalize = Literal["rows", "elements"]
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic whose slope at zero is large
+STEPS = 5
+
+
+class MuonState(NamedTuple):
+    """State of `scale_by_muon`.
+
+    Attributes:
+        count: Number of updates.
+        mu: Mean gradient.
+        nu: Mean square of the orthogonalized update, of each output or each element; empty if it is not used.
+    """
+
+    count: Int[Array, ""]
+    mu: dict[str, Array]
+    nu: dict[str, Array]
+
+
+def scale_by_muon(
+    dimensions: Mapping[str, Dimensions],
+    axes: Mapping[str, tuple[str | None, ...]],
+    *,
+    beta: float = 0.95,
+    nesterov: bool = True,
+    normalize: Normalize | None = None,
+    beta2: float = 0.95,
+    rms: float = 0.2,
+    eps: float = 1e-8,
+) -> optax.GradientTransformation:
+    """Replaces updates by their orthogonalized mean, scaled to the size of Adam's updates.
+
+    Under a layout that splits matrices, each device orthogonalizes some of the matrices: an all-to-all brings it their
+    parts, and another one sends the results back. Without that, every device would gather and orthogonalize all.
+
+    Args:
+        dimensions: The input and output dimensions of each array by path; others number its matrices.
+        axes: The names of each array's axes by path.
+        beta: Decay of the mean gradient.
+        nesterov: True looks one step ahead.
+        normalize: "rows" divides the update by the root mean square of each output (NorMuon, arXiv:2510.05491),
+            "elements" of each element (AdaMuon, arXiv:2507.11005); None does neither.
+        beta2: Decay of the mean square.
+        rms: Root mean square of an update of full rank.
+        eps: Added to the root of the mean square.
+    """
+
+    def init(params):
+        nu = {}
+        if normalize == "elements":
+            nu = {path: jnp.zeros_like(p) for path, p in params.items() if not is_masked(p)}
+        elif normalize == "rows":
+            nu = {
+                path: jnp.zeros_like(jnp.mean(p, axis=matrix_dims(p, dimensions[path], axes[path])[0], keepdims=True))
+                for path, p in params.items()
+                if not is_masked(p)
+            }
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), nu)
+
+    def update(updates, state, params=None):
+        count = state.count + 1
+        mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, updates)
+        if nesterov:
+            ahead, now = 1 - beta ** (count + 1), 1 - beta**count
+            means = jax.tree.map(lambda m, g: beta * m / ahead + (1 - beta) * g / now, mu, updates)
+        else:
+            means = mu
+        arrays = {path: x for path, x in means.items() if not is_masked(x)}
+        dims = {path: matrix_dims(x, dimensions[path], axes[path]) for path, x in arrays.items()}
+        orthogonal = orthogonalize(arrays, dims, axes)
+        new, nu = {}, {}
+        for path, x in orthogonal.items():
+            inputs, outputs = dims[path]
+            fan_in, fan_out = (math.prod(x.shape[d] for d in side) for side in dims[path])
+            if normalize is None:
+                new[path] = x * rms * math.sqrt(max(fan_in, fan_out))
+                continue
+            square = jnp.square(x) if normalize == "elements" else jnp.mean(jnp.square(x), axis=inputs, keepdims=True)
+            nu[path] = beta2 * state.nu[path] + (1 - beta2) * square
+            x = x / (jnp.sqrt(nu[path] / (1 - beta2**count)) + eps)
+            norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(*inputs, *outputs), keepdims=True))
+            new[path] = x * rms * math.sqrt(fan_in * fan_out) / (norm + eps)
+        return updates | new, MuonState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def is_masked(x: Any) -> bool:
+    """Returns True for a parameter that another optimizer of `optax.partition` updates."""
+    return isinstance(x, optax.MaskedNode)
+
+
+def matrix_dims(x: Array, dims: Dimensions, axes: tuple[str | None, ...]) -> Dimensions:
+    """Returns the input and output dimensions of an array, also of a single layer of a stack, which offloading passes.
+
+    Args:
+        x: The array.
+        dims: The dimensions with the stack's axis.
+        axes: The names of the axes, with the stack's.
+    """
+    shift = len(axes) - x.ndim
+    return tuple(d - shift for d in dims[0]), tuple(d - shift for d in dims[1])
+
+
+def flat_matrices(x: Array, dims: Dimensions, axes: tuple[str | None, ...]) -> Float[Array, "M I O"]:
+    """Returns the matrices of an array."""
+    inputs, outputs = matrix_dims(x, dims, axes)
+    moved = x.transpose(_matrices_last(x.ndim, inputs, outputs))
+    count = x.ndim - len(inputs) - len(outputs)
+    return moved.reshape(
+        -1, math.prod(moved.shape[count : count + len(inputs)]), math.prod(moved.shape[count + len(inputs) :])
+    )
+
+
+def restored_matrices(
+    matrices: Float[Array, "M I O"], like: Array, dims: Dimensions, axes: tuple[str | None, ...]
+) -> Array:
+    """Returns matrices as an array of the shape of `like`."""
+    return _restored(matrices, like, matrix_dims(like, dims, axes))
+
+
+def orthogonalize(
+    arrays: dict[str, Array],
+    dims: Mapping[str, Dimensions],
+    axes: Mapping[str, tuple[str | None, ...]],
+) -> dict[str, Array]:
+    """Orthogonalizes the matrices of each array; under a layout, spread over its devices.
+
+    Args:
+        arrays: Arrays by path.
+        dims: Their input and output dimensions.
+        axes: The names of their axes; of a single layer of a stack the last ones.
+    """
+    layout = sharding.current()
+    if layout is None or not arrays:
+        return _orthogonalize_parts(arrays, dims, {path: P() for path in arrays}, {})
+    specs = {}
+    for path, x in arrays.items():
+        names = axes[path][len(axes[path]) - x.ndim :]
+        specs[path], _ = sharding.layers.drop_uneven(
+            layout.optimizer_spec(names, x.shape, path=path), x.shape, layout.mesh
+        )
+
+    def parts(arrays: dict[str, Array]) -> dict[str, Array]:
+        return _orthogonalize_parts(arrays, dims, specs, layout.mesh.shape)
+
+    return jax.shard_map(parts, mesh=layout.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(arrays)
+
+
+def _orthogonalize_parts(
+    arrays: dict[str, Array],
+    dims: Mapping[str, Dimensions],
+    specs: Mapping[str, P],
+    sizes: Mapping[str, int],
+) -> dict[str, Array]:
+    """Orthogonalizes the matrices of which this device has a part; matrices of one shape go together."""
+    groups: dict[Any, list[str]] = {}
+    stacks = {}
+    for path, x in arrays.items():
+        order = _matrices_last(x.ndim, *dims[path])
+        spec = (*specs[path], *[None] * (x.ndim - len(specs[path])))
+        count = len(order) - sum(map(len, dims[path]))
+        # [batch..., inputs..., outputs...] -> [M, inputs..., outputs...]
+        moved = x.transpose(order)
+        stacks[path] = moved.reshape(-1, *moved.shape[count:])
+        split = tuple((i + 1, spec[d]) for i, d in enumerate(order[count:]) if spec[d] is not None)
+        groups.setdefault((stacks[path].shape[1:], split, len(dims[path][0]), x.dtype), []).append(path)
+    done = {}
+    for (_, split, num_inputs, _), paths in groups.items():
+        together = jnp.concatenate([stacks[path] for path in paths])
+        result = _exchanged(together, split, num_inputs, sizes)
+        ends = np.cumsum([len(stacks[path]) for path in paths])
+        done |= dict(zip(paths, jnp.split(result, ends[:-1]), strict=True))
+    return {path: _restored(done[path], x, dims[path]) for path, x in arrays.items()}
+
+
+def _matrices_last(ndim: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the order of dimensions in which those that number matrices come first."""
+    return (*(d for d in range(ndim) if d not in inputs + outputs), *inputs, *outputs)
+
+
+def _restored(x: Array, like: Array, dims: Dimensions) -> Array:
+    """Returns an array with the shape and the order of dimensions of `like`."""
+    order = _matrices_last(like.ndim, *dims)
+    back = tuple(order.index(d) for d in range(like.ndim))
+    return x.reshape([like.shape[d] for d in order]).transpose(back)
+
+
+def _exchanged(x: Array, split: tuple[tuple[int, Any], ...], num_inputs: int, sizes: Mapping[str, int]) -> Array:
+    """Brings each device its share of the matrices, whole, orthogonalizes them, and sends the parts back.
+
+    Args:
+        x: This device's part of each matrix, `M inputs... outputs...`.
+        split: The dimensions that are split, with their mesh axes.
+        num_inputs: Number of input dimensions.
+        sizes: The sizes of mesh axes.
+    """
+    axes = [name for _, axis in split for name in ((axis,) if isinstance(axis, str) else axis)]
+    count, devices = len(x), math.prod(sizes[name] for name in axes)
+    x = jnp.pad(x, ((0, -count % devices), *[(0, 0)] * (x.ndim - 1)))
+    for d, axis in split:
+        x = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=d, tiled=True)
+    matrices = x.reshape(len(x), math.prod(x.shape[1 : num_inputs + 1]), -1)
+    x = newton_schulz(matrices).reshape(x.shape)
+    for d, axis in reversed(split):
+        x = jax.lax.all_to_all(x, axis, split_axis=d, concat_axis=0, tiled=True)
+    return x[:count]
+
+
+def newton_schulz(x: Float[Array, "M I O"], eps: float = 1e-8) -> Float[Array, "M I O"]:
+    """Maps the singular values of each matrix to about 1, by five steps `a X + (b A + c A²) X` with `A = X Xᵀ`."""
+    a, b, c = COEFFICIENTS
+    is_tall = x.shape[1] > x.shape[2]
+    x = jnp.swapaxes(x, 1, 2) if is_tall else x
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + eps)
+    for _ in range(STEPS):
+        gram = x @ jnp.swapaxes(x, 1, 2)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return jnp.swapaxes(x, 1, 2) if is_tall else x

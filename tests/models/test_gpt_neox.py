@@ -1,0 +1,69 @@
+"""GPT-NeoX against transformers: parallel and sequential branches, a part of each head rotated, both spellings."""
+
+from maxlib.models import gpt_neox
+from maxlib.weights import HFConfig
+from tests.models.conformance import BASE, Conformance
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+class TestGPTNeoX(Conformance):
+    family = "gpt_neox"
+    config = "GPTNeoXConfig"
+    base = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
+    cases = {
+        "parallel": {"num_attention_heads": 2},
+        "sequential": {
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_fast",
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "vocab_size": 53,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 1.0},
+        },
+    }
+    matters = {
+        "use_parallel_residual": False,
+        "layer_norm_eps": 0.1,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        "num_attention_heads": 4,
+    }
+    refused = {"hidden_act": "relu", "attn_logit_softcapping": 50.0}
+    presets = {
+        "pythia-14m": 0.014,
+        "pythia-31m": 0.0305,
+        "pythia-70m": 0.0704,
+        "pythia-160m": 0.1623,
+        "pythia-410m": 0.4053,
+        "pythia-1b": 1.0118,
+        "pythia-1.4b": 1.4146,
+        "pythia-2.8b": 2.7752,
+        "pythia-6.9b": 6.8573,
+        "pythia-12b": 11.8461,
+        "gpt-neox-20b": 20.5546,
+    }
+
+
+transformers_cases = TestGPTNeoX.transformers_cases
+
+
+def test_names_of_the_releases_are_read():
+    """Those of transformers 4, as in every release."""
+    released = {
+        "model_type": "gpt_neox",
+        "vocab_size": 50304,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 2048,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 10000,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+    }
+    config = HFConfig(released)
+    assert gpt_neox.FIELDS.read(config) == gpt_neox.PRESETS["pythia-70m"]
+    config.done()

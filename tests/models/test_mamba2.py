@@ -1,0 +1,51 @@
+"""Mamba-2 against transformers: groups, biases, steps within limits, names of the first releases."""
+
+from tests.models.conformance import Conformance
+
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+class TestMamba2(Conformance):
+    family = "mamba2"
+    config = "Mamba2Config"
+    dtype = "float64"
+    gradients = 1e-3  # what float32 differs by from float64 here
+    base = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 6,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "residual_in_fp32": False,
+        **NO_TOKENS,
+    }
+    cases = {
+        "groups": {"vocab_size": 53, "time_step_limit": [0.3, 0.9]},
+        "tied_biases": {
+            "n_groups": 1,
+            "tie_word_embeddings": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+        },
+    }
+    matters = {"layer_norm_epsilon": 0.1, "time_step_limit": [0.3, 0.5]}
+    refused = {"hidden_act": "gelu", "num_heads": 5, "rms_norm": False, "attn_logit_softcapping": 50.0}
+    windows = {"groups": {3, 4}, "tied_biases": {2, 4}}
+    presets = {
+        "mamba2-130m": 0.1290,
+        "mamba2-370m": 0.3680,
+        "mamba2-780m": 0.7802,
+        "mamba2-1.3b": 1.3438,
+        "mamba2-2.7b": 2.7026,
+        "mamba-codestral-7b": 7.2854,
+    }
+
+    # Nothing is rotated, so no spelling of a rope is older.
+    test_both_spellings_are_read = None
+
+
+transformers_cases = TestMamba2.transformers_cases

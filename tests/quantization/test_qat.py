@@ -1,0 +1,74 @@
+"""Quantization-aware training: the forward pass is that of the stored model, the gradient that of its weights."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxlib import nn, training
+from maxlib import quantization as quant
+from maxlib.quantization._emulated import four_bit_floats
+from tests.quantization.tiny import model
+from tests.training import tiny
+
+INT4 = quant.Format("int4", group=16)
+
+
+def loss_and_gradients(m):
+    trainable, rest = nn.partition(m)
+    batch = jax.tree.map(jnp.asarray, tiny.batch())
+
+    def total(trainable):
+        return training.NextToken()(nn.combine(trainable, rest), batch, dtype=jnp.float32)[0]
+
+    return jax.jit(jax.value_and_grad(total))(trainable)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("both", marks=pytest.mark.full)])
+def test_it_trains_the_model_that_will_run(name):
+    """Loss and gradients are those of a plain model with the weights that `for_inference` stores."""
+    stored = quant.full_precision(quant.for_inference(model(name), INT4))
+    (loss, gradients), (want, want_gradients) = map(loss_and_gradients, (quant.for_training(model(name), INT4), stored))
+    assert loss == want and loss != loss_and_gradients(model(name))[0]
+    for path, gradient in want_gradients.items():
+        largest = float(jnp.abs(gradient).max())
+        np.testing.assert_allclose(gradients[path], gradient, rtol=0, atol=1e-5 * largest, err_msg=path)
+
+
+def by_definition(w, kind):
+    """In numpy, with the types of ml_dtypes."""
+    groups = w.reshape(len(w), -1, 16 if kind == "nvfp4" else 32)
+    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    if kind == "mxfp4":
+        scale = 2.0 ** (np.floor(np.log2(largest)) - 2)
+    else:
+        of_all = np.abs(w).max() / np.float32(6 * 448)
+        scale = (largest / (6 * of_all)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * of_all
+    numbers = np.clip(groups / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return (numbers * scale).reshape(w.shape)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_four_bit_floats(kind):
+    w = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    np.testing.assert_allclose(four_bit_floats(jnp.asarray(w), kind), by_definition(w, kind), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        (quant.TRAINING["nvfp4_qat"], "nvfp4 and mxfp4 are for training"),
+        (quant.TRAINING["int4_w4a8_qat"], "with rounded activations, stored weights must be of 8 bits"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(format, message):
+    with pytest.raises(ValueError, match=message):
+        quant.for_inference(jax.eval_shape(lambda: model("llama")), [quant.Rule(format, "layers.mlp.*")])
+
+
+def test_groups_of_four_bit_floats_are_fixed():
+    with pytest.raises(ValueError, match="nvfp4 has groups of 16, got 32"):
+        quant.Format("nvfp4", group=32)
+    with pytest.raises(ValueError, match="gradients and blocks need weights in one of"):
+        quant.Format("int4", "int8", "int8", group=32)

@@ -1,0 +1,61 @@
+"""Batches that grow, schedules by tokens, and shapes of the decay."""
+
+import numpy as np
+import pytest
+
+from maxlib import training
+from tests.training import tiny
+
+
+def test_batches_are_joined_and_rows_cut_as_the_run_goes_on():
+    plain = [next(loader) for loader in [tiny.Loader()] for _ in range(7)]
+    ramp = training.Ramp(tiny.Loader(), batches={0: 1, 2: 2}, pieces={0: 3, 1: 2, 3: 1})
+    batches = [next(ramp) for _ in range(4)]
+    assert [batch["tokens"].shape for batch in batches] == [(24, 4), (16, 6), (32, 6), (16, 12)]
+    used = [[0], [1], [2, 3], [4, 5]]
+    for batch, numbers in zip(batches, used, strict=True):
+        for name in ("tokens", "targets"):
+            want = np.concatenate([plain[n][name] for n in numbers])
+            np.testing.assert_array_equal(batch[name].reshape(want.shape), want)
+
+
+def test_it_resumes():
+    ramp, again = (training.Ramp(tiny.Loader(), batches={0: 1, 2: 3}) for _ in range(2))
+    for _ in range(3):
+        next(ramp)
+    again.set_state(ramp.get_state())
+    np.testing.assert_array_equal(next(again)["tokens"], next(ramp)["tokens"])
+    ramp.reset()
+    assert next(ramp)["tokens"].shape[0] == 8
+
+
+def test_a_run_with_a_ramp(monkeypatch):
+    ramp = training.Ramp(tiny.Loader(), batches={0: 1, 2: 2})
+    trainer = training.Trainer(tiny.model, training.adamw(1e-2, mask=None), ramp, loss=tiny.loss)
+    assert trainer.fit(3)["num_targets"] == 2 * 8 * 12
+
+
+@pytest.mark.parametrize("batches", [{1: 1}, {0: 0}])
+def test_a_ramp_begins_at_step_0_with_at_least_one(batches):
+    with pytest.raises(ValueError, match="must begin at step 0 and have numbers of at least 1"):
+        training.Ramp([tiny.batch()], batches=batches)
+
+
+def test_schedules_by_tokens_follow_the_ramp():
+    ramp = training.Ramp([tiny.batch()], batches={0: 1, 10: 2, 20: 4})
+    tokens = ramp.tokens_before(100)
+    sizes = [100] * 10 + [200] * 10 + [400] * 10
+    assert [float(tokens(step)) for step in range(30)] == [float(sum(sizes[:step])) for step in range(30)]
+    schedule = training.by_tokens(lambda n: n / 2, tokens)
+    assert float(schedule(25)) == (1000 + 2000 + 2000) / 2
+    assert float(training.by_tokens(lambda n: n, 1000)(7)) == 7000
+
+
+@pytest.mark.parametrize(("shape", "half"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - 0.5**0.5)])
+def test_shapes_of_the_decay(shape, half):
+    schedule = training.warmup_stable_decay(2.0, 100, warmup=10, decay=20, end_fraction=0.1, shape=shape)
+    assert float(schedule(0)) == pytest.approx(2 / 11) and float(schedule(10)) == float(schedule(80)) == 2.0
+    assert float(schedule(90)) == pytest.approx(2 * (0.1 + 0.9 * half), rel=1e-6)
+    assert float(schedule(100)) == float(schedule(150)) == pytest.approx(0.2, rel=1e-6)
+    quarter = {"linear": 0.75, "cosine": 0.5 + 0.5**1.5, "sqrt": 0.5}[shape]
+    assert float(schedule(85)) == pytest.approx(2 * (0.1 + 0.9 * quarter), rel=1e-6)

@@ -1,0 +1,99 @@
+"""Quantized models in compressed-tensors: transformers computes the same, and what is kept has the same bits."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxlib
+from maxlib import nn, ops, quantization
+from maxlib.models import llama
+from tests.models import parity
+
+CFG = llama.Config(
+    vocab=64,
+    num_layers=2,
+    dim=64,
+    mlp_dim=96,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    rope=ops.Rope(32, max_length=64),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))()
+
+
+FORMATS = ["int4", "int8", "fp8", "int8_w8a8"]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def written(request, model, tmp_path_factory):
+    """A quantized model, and its directory."""
+    path = tmp_path_factory.mktemp("compressed") / request.param
+    small = quantization.for_inference(model, request.param)
+    maxlib.save_pretrained(small, path, quantized="compressed-tensors")
+    return small, path
+
+
+def test_kept_weights_have_the_same_bits(written):
+    small, path = written
+    got = maxlib.from_pretrained(path, keep_quantized=True)
+    want = {p: v.get_value() for p, v in nn.variables(small).items()}
+    assert nn.variables(got).keys() == want.keys()
+    for p, value in want.items():
+        np.testing.assert_array_equal(nn.variables(got)[p].get_value(), value, err_msg=p)
+    dequantized = nn.variables(maxlib.from_pretrained(path))
+    for p, value in nn.variables(quantization.full_precision(small)).items():
+        np.testing.assert_array_equal(dequantized[p].get_value(), value.get_value(), err_msg=p)
+
+
+def test_transformers_computes_the_same(written):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    small, path = written
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = parity.tokens(CFG.vocab, 24)
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    got = parity.logits(small, tokens)
+    if path.name.endswith("w8a8"):  # the scales of activations differ a little, so each rounds on its own
+        rounding = (got - parity.logits(quantization.full_precision(small), tokens)).std()
+        assert (got - want).std() < 1.5 * rounding
+    else:
+        assert np.abs(got - want).max() < 2e-5 * want.std()
+
+
+def test_formats_that_it_lacks_are_named(model, tmp_path):
+    with pytest.raises(ValueError, match=r"save_pretrained.*quantization\.save"):
+        maxlib.save_pretrained(quantization.for_inference(model, "int8"), tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"q_proj\.weight of shape .* in nf4 cannot be written"):
+        rules = quantization.Format("nf4", group=32)
+        maxlib.save_pretrained(
+            quantization.for_inference(model, rules), tmp_path / "nf4", quantized="compressed-tensors"
+        )
+    with pytest.raises(ValueError, match="the model has no quantized weights"):
+        maxlib.save_pretrained(model, tmp_path / "none", quantized="compressed-tensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_formats_name_their_modules(model, tmp_path):
+    rules = [
+        quantization.Rule(None, match="layers.attn.o"),
+        quantization.Rule(quantization.INFERENCE["int4"], match="layers.mlp.*"),
+        quantization.Rule(quantization.INFERENCE["fp8"]),
+    ]
+    small = quantization.for_inference(model, rules)
+    maxlib.save_pretrained(small, tmp_path / "mixed", quantized="compressed-tensors")
+    stated = json.loads((tmp_path / "mixed" / "config.json").read_text())["quantization_config"]
+    assert stated["format"] == "mixed-precision"
+    assert "model.layers.1.self_attn.o_proj" in stated["ignore"] and "lm_head" in stated["ignore"]
+    assert "model.layers.0.mlp.up_proj" in stated["config_groups"]["group_1"]["targets"]
+    got = maxlib.from_pretrained(tmp_path / "mixed", keep_quantized=True)
+    tokens = parity.tokens(CFG.vocab, 24)
+    np.testing.assert_array_equal(parity.logits(got, tokens), parity.logits(small, tokens))
