@@ -346,7 +346,7 @@ def _within(inner: Any, outer: Any) -> tuple[slice, ...]:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _read_header(part: Part, read_range: ReadRange) -> tuple[int, dict[str, Any]]:

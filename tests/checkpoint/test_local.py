@@ -147,14 +147,16 @@ def run(directory: Path, *, until: int | None = None) -> tuple[int, list[int], s
 def test_a_killed_process_and_its_disk_cost_at_most_one_local_interval(tmp_path):
     """`MAXLIB_KILLS=50` repeats it fifty times."""
     untouched, killed = tmp_path / "untouched", tmp_path / "killed"
-    untouched.mkdir(), killed.mkdir()
+    untouched.mkdir()
+    killed.mkdir()
     expected = run(untouched)[2]
     assert expected.startswith("end")
     rng, reached, lost = random.Random(0), 0, []
     for kill in range(KILLS):
         until = (reached // local_hosts.EVERY + 1) * local_hosts.EVERY + rng.randrange(1, local_hosts.EVERY)
         if until >= local_hosts.STEPS:
-            shutil.rmtree(killed), killed.mkdir()
+            shutil.rmtree(killed)
+            killed.mkdir()
             reached, until = 0, local_hosts.EVERY + rng.randrange(1, local_hosts.EVERY)
         begin, _, _ = run(killed, until=until)
         if reached:
