@@ -4,7 +4,7 @@ indexer chooses; from GLM 5.1 on, neighbouring layers share a choice.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from flax import nnx

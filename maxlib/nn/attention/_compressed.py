@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, S keys, C entries, D width, N heads in G groups, H
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp

@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, S keys, K chosen keys, D width, N heads, Hi width 
 shared key.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
