@@ -75,7 +75,7 @@ class Request:
         self,
         engine: "LocalEngine",
         prompt: list[int],
-        inputs: dict[str, Images | Audio],
+        inputs: dict[str, Any],
         limit: int,
         key: np.ndarray,
         sampler: Sampler,
@@ -534,7 +534,7 @@ class LocalEngine:
     def _request(
         self,
         prompt: list[int],
-        inputs: dict[str, Images | Audio],
+        inputs: dict[str, Any],
         limit: int,
         key: np.ndarray,
         *,

@@ -4,7 +4,7 @@ indexer chooses; from GLM 5.1 on, neighbouring layers share a choice.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -158,7 +158,7 @@ def _read_index_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
             f"{hf.where('indexer_types')} must be {CHOOSES!r} or {SHARES!r} for each of {c.num_layers} layers, the first "
             f"one {CHOOSES!r}, got {types}"
         )
-    return tuple(types) if SHARES in types else None
+    return cast(tuple[str, ...], tuple(types)) if SHARES in types else None
 
 
 def _write_index_types(types: tuple[str, ...] | None, cfg: Any) -> dict[str, Any]:

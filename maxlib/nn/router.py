@@ -149,15 +149,14 @@ class Router(nnx.Module):
         logits = _logits(self.gate, x)
         # [*B, D] -> [*B, E]
         scores = self.score(logits)
-        if experts is None:
-            experts = _choose(self._preference(logits, scores), self.top_k, self.groups)
+        chosen = _choose(self._preference(logits, scores), self.top_k, self.groups) if experts is None else experts
         # [*B, X]: the scores of the chosen experts, without the bias.
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.renormalize:
             # 1e-20 avoids 0 / 0 when all chosen sigmoids are zero.
             weights = _shares(weights, 1e-20)
         # Sigmoid scores do not sum to 1; the balance losses need probabilities.
-        return Routing(experts, weights * self.scale, logits, _shares(scores))
+        return Routing(chosen, weights * self.scale, logits, _shares(scores))
 
     def _preference(self, logits, scores):
         """Returns the scores for choosing experts."""

@@ -1,5 +1,6 @@
 """Decoding against the full forward pass, batches against single prompts, a mesh against one device."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +43,18 @@ def full_pass(model, ids):
 def test_greedy_equals_full_passes_in_a_batch(model, generator):
     got = generator.generate(PROMPTS, max_new_tokens=6)
     assert got == [by_full_passes(model, prompt, 6) for prompt in PROMPTS]
+
+
+def test_texts_of_similar_lengths_share_two_programs(model):
+    """One for prompts, one for a new token: neither other prompts nor new weights of the same shapes add one."""
+    traced = chex.assert_max_traces(type(model).__call__, n=2)
+    counted = jax.tree.map(lambda x: x, model)
+    counted.__class__ = type("Counted", (type(model),), {"__slots__": (), "__call__": lambda *a, **k: traced(*a, **k)})
+    generator = Generator(counted, dtype=jnp.float32)
+    for prompts in ([[1, 2, 3], [4]], [[5, 6], [7, 8, 9, 10]], [[1], [2]]):
+        generator.generate(prompts, max_new_tokens=4)
+    generator.update(jax.tree.map(lambda x: 0.5 * x, counted))
+    generator.generate([[3, 2, 1], [4]], max_new_tokens=4)
 
 
 def test_sampled_rows_do_not_depend_on_their_neighbours(generator):

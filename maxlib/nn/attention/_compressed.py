@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, S keys, C entries, D width, N heads in G groups, H
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ class CompressedAttention(SequenceMixer):
         self.o = Einsum("...GR,DGR->...D", (D, G, group_rank), ("embed", "heads", "rank"), rngs=rngs)
         options = {"rate": rate, "rope": rope, "norm_eps": norm_eps, "rngs": rngs}
         self.compressor: Any = Compressor(D, H, overlap=overlap, **options) if rate else None
-        self.indexer: Any = EntryIndexer(D, R, **options, **index) if index else None
+        self.indexer: Any = EntryIndexer(D, R, **options, **cast(Any, index)) if index else None
         self.head_norm, self.mask, self.rope = UnitRMSNorm(norm_eps), Causal() & SlidingWindow(window), rope
         self.num_heads, self.head_dim, self.groups, self.implementation = N, H, G, implementation
 
@@ -119,7 +119,7 @@ class CompressedAttention(SequenceMixer):
         # [B, T, H] -> [B, T, 1, H]
         keys = rotate_last(self.kv_norm(self.kv(x))[:, :, None], cos, sin, interleaved=self.rope.interleaved)
         keys, bounds = mark_heads(keys, "k"), ctx.key_intervals(self.mask)
-        window = None if cache is None else cache.window
+        window: Any = None if cache is None else cache.window
         if window is not None:
             window, keys, _, *bounds = window.extend(keys, keys[..., :0], ctx, *bounds)
         entries, chosen, caches = self._entries(x, latent, ctx, cache)

@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, S keys, K chosen keys, D width, N heads, Hi width 
 shared key.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +155,7 @@ class SparseMLA(MLA):
             out = self._from_chosen(self._attended(q, latent, chosen))
         else:
             out = self._from_all(q, latent, chosen, ctx, cache)
-        aux = {} if loss is None else {loss.name: loss(index, self._attended(q, latent, chosen))}
+        aux = {} if loss is None else {loss.name: loss(cast(Any, index), self._attended(q, latent, chosen))}
         return self.o(checkpoint_name(out, "heads")), cache, aux, chosen.best
 
     def _choose(self, x: Array, keys: Array, ctx: Context, loss: IndexLoss | None) -> tuple[Any, Chosen]:

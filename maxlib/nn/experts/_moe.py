@@ -167,7 +167,7 @@ class MoE(nnx.Module):
         """Returns the router's decisions; some routers decide by the ids of tokens."""
         if not takes_tokens(self.router):
             return self.router(x)
-        return self.router(x, None if ctx is None else ctx.tokens)
+        return cast(Any, self.router)(x, None if ctx is None else ctx.tokens)
 
     def _shared(self, x):
         """Applies the shared layer and its gate."""
