@@ -56,7 +56,9 @@ def test_bits_per_byte_is_that_of_lm_eval(tokenizer, generator):
         values = harness.loglikelihood_rolling(requests, disable_tqdm=True)
         pairs[name] = [(value, len(text.encode())) for value, text in zip(values, texts, strict=True)]
         assert got[f"{name}/bits_per_byte"] == pytest.approx(bits_per_byte(pairs[name]), rel=1e-6)
-    assert got["micro_bits_per_byte"] == pytest.approx(bits_per_byte([pair for row in pairs.values() for pair in row]), rel=1e-6)
+    assert got["micro_bits_per_byte"] == pytest.approx(
+        bits_per_byte([pair for row in pairs.values() for pair in row]), rel=1e-6
+    )
     mean = (got["short/bits_per_byte"] + got["long/bits_per_byte"]) / 2
     assert got["macro_bits_per_byte"] == pytest.approx(mean, rel=1e-12)
 
