@@ -225,8 +225,8 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     prompts = prompt if several else [prompt]
     if len(prompts) > _MOST["prompts"]:
         raise BadRequest(f"there must be at most {_MOST['prompts']} prompts", "prompt")
-    for one in prompts:
-        if not isinstance(one, str) and not (isinstance(one, list) and one and all(map(is_id, one))):
+    for entry in prompts:
+        if not isinstance(entry, str) and not (isinstance(entry, list) and entry and all(map(is_id, entry))):
             raise BadRequest("prompt must be a text, a list of ids, or a list of either, none of them empty", "prompt")
     return prompts
 

@@ -203,8 +203,8 @@ def take_row(caches: Caches, slot, length) -> Caches:
 @functools.partial(jax.jit, static_argnames=("slots", "num_drafts"))
 def empty_slots(caches, key, *, slots, num_drafts) -> Slots:
     """Makes the arrays of empty slots, of the shapes of one row; `num_drafts` is 0 unless a model drafts."""
-    one = jnp.zeros(1, jnp.int32)
-    row = Slots(caches, one, jnp.zeros((1, num_drafts), jnp.int32) if num_drafts else None, key[None], one, None)
+    zero = jnp.zeros(1, jnp.int32)
+    row = Slots(caches, zero, jnp.zeros((1, num_drafts), jnp.int32) if num_drafts else None, key[None], zero, None)
     return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), row)
 
 

@@ -52,13 +52,6 @@ class Config(LatentSizes, ExpertSizes, MTPSizes):
         return replace(self.rope, interleaved=self.is_glm)
 
 
-class SharedChoice(NamedTuple):
-    """What passes from layer to layer where they share choices: `x`, and the chosen keys; none if all are visible."""
-
-    x: Float[Array, "B T D"]
-    best: Int[Array, "B T K"] | None
-
-
 class Block(nn.Layer):
     """Pre-norm layer of sparse latent attention, with an MLP in the first `num_dense` and experts in all others.
 
@@ -72,7 +65,7 @@ class Block(nn.Layer):
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else deepseek_experts(cfg, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"] | SharedChoice, ctx: nn.Context, cache: Any = None):
+    def __call__(self, x: Any, ctx: nn.Context, cache: Any = None):
         x, best = x if isinstance(x, SharedChoice) else SharedChoice(x, None)
         few = best is not None and not best.shape[2]  # keys, so that all are attended to
         h, cache, loss, chosen = self.attn.with_choice(self.attn_norm(x), ctx, cache, None if few else best)
@@ -103,6 +96,13 @@ def _attention(cfg: Config, *, shared: bool, rngs: nnx.Rngs) -> nn.SparseMLA:
         shared=shared,
         rngs=rngs,
     )
+
+
+class SharedChoice(NamedTuple):
+    """What passes from layer to layer where they share choices: `x`, and the chosen keys; none if all are visible."""
+
+    x: Float[Array, "B T D"]
+    best: Int[Array, "B T K"] | None
 
 
 class DeepSeekV32(TextDecoder):

@@ -53,27 +53,6 @@ class Config:
         return self.encoder.num_layers + self.decoder.num_layers
 
 
-def _in_turn(c: Any) -> tuple[str, ...]:
-    return tuple(FULL if i % 2 else SLIDING for i in range(c.num_layers))
-
-
-def _norm(side: Side) -> nn.RMSNorm:
-    return nn.RMSNorm(side.dim, eps=side.norm_eps, plus_one=True)
-
-
-def _attention(side: Side, mask: ops.Mask, rngs: nnx.Rngs) -> nn.Attention:
-    return attention(
-        side,
-        mask=mask,
-        rope=side.rope,
-        bias=side.attention_bias,
-        out_bias=side.attention_bias,
-        scale=side.query_scalar**-0.5,
-        softcap=side.attention_softcap,
-        rngs=rngs,
-    )
-
-
 class EncoderBlock(PreNorm):
     """Gemma 2's layer, with norms before and after each branch; tokens attend to both sides."""
 
@@ -147,6 +126,27 @@ class T5Gemma(nn.Decoder):
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of the decoder's tokens."""
         return _scaled(self.embed(tokens, dtype=dtype))
+
+
+def _in_turn(c: Any) -> tuple[str, ...]:
+    return tuple(FULL if i % 2 else SLIDING for i in range(c.num_layers))
+
+
+def _norm(side: Side) -> nn.RMSNorm:
+    return nn.RMSNorm(side.dim, eps=side.norm_eps, plus_one=True)
+
+
+def _attention(side: Side, mask: ops.Mask, rngs: nnx.Rngs) -> nn.Attention:
+    return attention(
+        side,
+        mask=mask,
+        rope=side.rope,
+        bias=side.attention_bias,
+        out_bias=side.attention_bias,
+        scale=side.query_scalar**-0.5,
+        softcap=side.attention_softcap,
+        rngs=rngs,
+    )
 
 
 def _scaled(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

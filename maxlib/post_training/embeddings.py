@@ -77,11 +77,11 @@ class InfoNCE(Loss):
         anchors, candidates = nn.unit_vectors(x[:, 0]), nn.unit_vectors(candidates)
         cosines = jnp.einsum("BE,CE->BC", anchors, candidates, precision=jax.lax.Precision.HIGHEST)
         scores = jnp.where(exist[None], constrain(cosines, "batch", None) / self.temperature, ABSENT)
-        own = jnp.diagonal(scores)
-        loss = jax.nn.logsumexp(scores, axis=1) - own
+        positive = jnp.diagonal(scores)
+        loss = jax.nn.logsumexp(scores, axis=1) - positive
         if self.symmetric:
             B = len(x)
             backward = jnp.where(filled[:, :1], scores[:, :B], ABSENT)  # anchors of each positive
-            loss = (loss + jax.nn.logsumexp(backward, axis=0) - own) / 2
+            loss = (loss + jax.nn.logsumexp(backward, axis=0) - positive) / 2
         nearest = jnp.argmax(scores, axis=1) == jnp.arange(len(x))
         return loss, {"accuracy": nearest.astype(jnp.float32), "similarity": jnp.diagonal(cosines)}

@@ -118,14 +118,14 @@ class DiLoCo:
             replicas: The new number.
         """
         new, common = dataclasses.replace(self, replicas=replicas), min(replicas, self.replicas)
-        own = state.opt_state
+        opt_state = state.opt_state
 
         def grow(old: Any, first: Any) -> Any:
             return jnp.concatenate([old[:common], jnp.broadcast_to(first, (replicas - common, *old.shape[1:]))])
 
-        params = {path: grow(x, state.trainable[path]) for path, x in own.params.items()}
-        inner = jax.tree.map(lambda x: grow(x, x[0]), own.inner)
-        return new, dataclasses.replace(state, opt_state=DiLoCoState(params, inner, own.outer))
+        params = {path: grow(x, state.trainable[path]) for path, x in opt_state.params.items()}
+        inner = jax.tree.map(lambda x: grow(x, x[0]), opt_state.inner)
+        return new, dataclasses.replace(state, opt_state=DiLoCoState(params, inner, opt_state.outer))
 
     def wrap(self, step: Step) -> "DiLoCoStep":
         """Returns a compiled step of all replicas from the step of one, made by `make_train_step`.
@@ -160,25 +160,27 @@ class DiLoCo:
 
     def _send(self, state: TrainState, n: int) -> TrainState:
         """Takes an outer step with the mean of how far the replicas went."""
-        rows, own = self._fragment(state, n), state.opt_state
+        rows, opt_state = self._fragment(state, n), state.opt_state
         outer = _part(state.trainable, rows)
-        moved = {path: x[None] - own.params[path][:, rows[path]] for path, x in outer.items()}  # replicas first
+        moved = {path: x[None] - opt_state.params[path][:, rows[path]] for path, x in outer.items()}  # replicas first
         gradient = jax.tree.map(self._mean, moved)
-        updates, new = self.outer.update(gradient, own.outer[n], outer)
+        updates, new = self.outer.update(gradient, opt_state.outer[n], outer)
         trainable = dict(state.trainable)
         for path, update in cast(dict[str, Array], updates).items():
             trainable[path] = trainable[path].at[rows[path]].add(update)
-        states = [new if i == n else old for i, old in enumerate(own.outer)]
-        return dataclasses.replace(state, trainable=trainable, opt_state=DiLoCoState(own.params, own.inner, states))
+        states = [new if i == n else old for i, old in enumerate(opt_state.outer)]
+        return dataclasses.replace(
+            state, trainable=trainable, opt_state=DiLoCoState(opt_state.params, opt_state.inner, states)
+        )
 
     def _take(self, state: TrainState, n: int) -> TrainState:
         """Lets replicas take over the outer parameters."""
-        rows, own, params = self._fragment(state, n), state.opt_state, dict(state.opt_state.params)
+        rows, opt_state, params = self._fragment(state, n), state.opt_state, dict(state.opt_state.params)
         for path, part in rows.items():
             outer, local = state.trainable[path][part][None], params[path][:, part]
             params[path] = params[path].at[:, part].set((1 - self.mix) * outer + self.mix * local)
-        params, inner = self._split(state, (params, own.inner))
-        return dataclasses.replace(state, opt_state=DiLoCoState(params, inner, own.outer))
+        params, inner = self._split(state, (params, opt_state.inner))
+        return dataclasses.replace(state, opt_state=DiLoCoState(params, inner, opt_state.outer))
 
     def _mean(self, moved: Array) -> Array:
         """Returns the mean over replicas, sent in `dtype`."""
@@ -281,8 +283,8 @@ class DiLoCoStep:
             every: Callable = jax.vmap(of_one, (0, 0, 0, 0, None), spmd_axis_name=axis)
             params, inner, metrics = every(state.opt_state.params, state.opt_state.inner, keys, rows, state)
             params, inner = self.diloco._split(state, (params, inner))
-            own = DiLoCoState(params, inner, state.opt_state.outer)
-            return TrainState(state.trainable, state.rest, own, state.step + 1, state.key), metrics
+            opt_state = DiLoCoState(params, inner, state.opt_state.outer)
+            return TrainState(state.trainable, state.rest, opt_state, state.step + 1, state.key), metrics
 
         return run
 

@@ -85,8 +85,8 @@ class _Writer:
     """The tensors of a model in compressed-tensors' layout, made on demand."""
 
     def __init__(self, model: Any, table: Table, dtype: Any):
-        found = sites.find(model, sites.SITES)
-        self._layers = {f"{p}.w": site for p, site in found if isinstance(site.w, nn.quantized.QuantizedWeight)}
+        matmuls = sites.find(model, sites.SITES)
+        self._layers = {f"{p}.w": site for p, site in matmuls if isinstance(site.w, nn.quantized.QuantizedWeight)}
         if not self._layers:
             raise ValueError("the model has no quantized weights: save_pretrained without quantized= writes plain ones")
         self._arrays = {path: v.get_value() for path, v in nn.variables(model).items()}

@@ -160,10 +160,11 @@ class Compressor(nnx.Module):
             place = windows.first[..., None] - before + jnp.arange(self.reach)[None, None]
             return jax.vmap(lambda row, place: row[place])(inputs, jnp.maximum(place, 0))
         B, T, W = inputs.shape
-        own = inputs[:, : T // self.rate * self.rate].reshape(B, T // self.rate, self.rate, W)
+        windows_of_row = inputs[:, : T // self.rate * self.rate].reshape(B, T // self.rate, self.rate, W)
         if not before:
-            return own
-        return jnp.concatenate([jnp.pad(own, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1], own], axis=2)
+            return windows_of_row
+        earlier = jnp.pad(windows_of_row, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
+        return jnp.concatenate([earlier, windows_of_row], axis=2)
 
     def _halves(self, x: Float[Array, "B C reach W"]) -> Float[Array, "B C reach H"]:
         """Returns the first half of the tokens before, and the second half of an entry's own."""
