@@ -60,11 +60,12 @@ class Writers(list[Writer]):
     def extend(self, writers: Iterable[Writer]) -> None:
         """Adds several writers; raises as `append` does."""
         writers = list(writers)
-        if wrong := [writer for writer in writers if not isinstance(writer, Writer)]:
-            raise TypeError(
-                "a writer of metrics has the methods resume(step), write(step, values) and close(), as "
-                f"observability.Jsonl has; {type(wrong[0]).__name__} lacks one"
-            )
+        for writer in writers:
+            if missing := [name for name in ("resume", "write", "close") if not hasattr(writer, name)]:
+                raise TypeError(
+                    "a writer of metrics has the methods resume(step), write(step, values) and close(), as "
+                    f"observability.Jsonl has; {type(writer).__name__} lacks {', '.join(missing)}"
+                )
         super().extend(writers)
 
     def resume(self, step: int) -> None:

@@ -119,11 +119,12 @@ class ValueLoss(Loss):
         required = ("returns",) if self.clip is None else ("returns", "old_values")
         if missing := [name for name in required if name not in batch]:
             raise ValueError(f"ValueLoss needs batch[{missing[0]!r}], an array B T (post_training.ppo.gae)")
-        mask, values, returns = is_learned(batch["targets"]), model.logits(hidden)[..., 0], batch["returns"]
+        mask = is_learned(batch["targets"])
+        values, returns = (jnp.where(mask, x, 0) for x in (model.logits(hidden)[..., 0], batch["returns"]))
         losses = (values - returns) ** 2
         clipped = jnp.zeros_like(mask)
         if self.clip is not None:
-            old = batch["old_values"]
+            old = jnp.where(mask, batch["old_values"], 0)
             limited = (jnp.clip(values, old - self.clip, old + self.clip) - returns) ** 2
             clipped = limited > losses
             losses = jnp.maximum(losses, limited)

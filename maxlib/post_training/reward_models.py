@@ -121,7 +121,7 @@ class TokenClassification(Loss):
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
         targets = batch["targets"]
         learned = is_learned(targets)
-        log_probs = jax.nn.log_softmax(model.logits(hidden))
+        log_probs = jax.nn.log_softmax(jnp.where(learned[..., None], model.logits(hidden), 0))
         labels = jnp.where(learned, targets, 0)
         # [B, T, L] -> [B, T]; NaN for a label that the head does not have.
         log_prob = jnp.take_along_axis(log_probs, labels[..., None], axis=-1, mode="fill")[..., 0]

@@ -40,7 +40,7 @@ def gptq(
 
     Covariances of one layer are in memory at a time.
 
-        small = quantization.gptq(model, [tokens], "int4")
+        small = quantization.gptq(model, [tokens], "int8")
 
     Args:
         model: An `nn.Decoder` in full precision.

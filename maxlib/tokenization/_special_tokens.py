@@ -98,11 +98,40 @@ def _is_byte_level(path: Path) -> bool:
 
 _END = "<|endoftext|>"
 _QWEN: Tokens = {"bos_token": None, "eos_token": _END, "unk_token": _END, "pad_token": _END}
+_ROBERTA: Tokens = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "sep_token": "</s>",
+    "pad_token": "<pad>",
+    "cls_token": "<s>",
+    "mask_token": "<mask>",
+}
 _DEFAULTS: dict[str, Tokens] = {
     "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": None},
     "Qwen2Tokenizer": _QWEN,
     "Qwen3_5Tokenizer": _QWEN,
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
+    "BertTokenizer": {
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "mask_token": "[MASK]",
+    },
+    "RobertaTokenizer": _ROBERTA,
+    "XLMRobertaTokenizer": _ROBERTA,
+    "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    "CohereTokenizer": {
+        "bos_token": "<BOS_TOKEN>",
+        "eos_token": "<|END_OF_TURN_TOKEN|>",
+        "unk_token": "<UNK>",
+        "sep_token": "<SEP>",
+        "pad_token": "<PAD>",
+        "cls_token": "<CLS>",
+        "mask_token": "<MASK_TOKEN>",
+    },
     "GemmaTokenizer": {
         "bos_token": "<bos>",
         "eos_token": "<eos>",
@@ -113,14 +142,24 @@ _DEFAULTS: dict[str, Tokens] = {
 }
 # The class of a model whose files declare none.
 _CLASSES: dict[str, tuple[str, ...]] = {
-    "GPT2Tokenizer": ("gpt2",),
-    "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text"),
-    "Qwen2Tokenizer": ("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+    "GPT2Tokenizer": ("gpt2", "starcoder2", "whisper"),
+    "GPTNeoXTokenizer": ("gpt_neox", "mamba2", "olmo", "olmoe"),
+    "BertTokenizer": ("bert",),
+    "RobertaTokenizer": ("roberta",),
+    "XLMRobertaTokenizer": ("xlm-roberta",),
+    "T5Tokenizer": ("t5",),
+    "CohereTokenizer": ("cohere", "cohere2"),
+    "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "t5gemma"),
+    "Qwen2Tokenizer": (
+        *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"),
+        *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+    ),
     "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
 }
 # Models whose declared class transformers ignores: it uses the one above, or the generic class, which has no defaults.
 _IGNORE_DECLARED = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"}
 _GENERIC = {
-    *("glm4_moe", "glm4_moe_lite", "granite", "granitemoehybrid", "kimi_linear", "llava", "mimo_v2_flash"),
-    *("minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "olmo2", "olmo3", "olmo_hybrid", "phi3"),
+    *("ernie4_5", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "granite", "granitemoehybrid", "kimi_k25", "kimi_linear"),
+    *("llava", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "modernbert", "nemotron"),
+    *("olmo2", "olmo3", "olmo_hybrid", "phi3", "stablelm"),
 }

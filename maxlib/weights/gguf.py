@@ -44,8 +44,6 @@ class _Tensor(Stored):
 def from_gguf(path: str | Path, *, layout: sharding.Layout | None = None, dtype: Any = None) -> Any:
     """Reads the model of a GGUF file; its tokenizer is not read.
 
-        model = weights.gguf.from_gguf("SmolLM2-135M-Instruct.Q4_1.gguf")
-
     Args:
         path: The file, of one of `ARCHITECTURES`.
         layout: Placement over a mesh; None reads onto one device.

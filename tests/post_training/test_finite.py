@@ -31,6 +31,7 @@ EXTREME = {
     "two-sided": pt.GRPO(surrogate=pt.Clip(delta=4.0)),
     "k3": pt.RLOO(kl_term=pt.KL(0.1, "k3"), entropy=0.1),
     "corrected": pt.RLOO(kl_term=pt.KL(0.1, "corrected")),
+    "ppo": pt.PPO(surrogate=pt.Clip(0.2, 0.2, delta=3.0)),
     "unlimited": pt.RLOO(correction=pt.RolloutCorrection("sequence", None, None)),
 }
 OF_LOGITS = "top_k", "next_token", "smooth", "teacher", "reverse", "mixture", "renormalized"
@@ -129,12 +130,53 @@ def test_losses_of_logits_are_finite():
         assert np.isfinite(value) and np.isfinite(gradient).all(), name
 
 
+OF_SCORES = {
+    "value": pt.ValueLoss(),
+    "labels": pt.TokenClassification(),
+    "reward": pt.BradleyTerry(center=0.01),
+    "embedding": pt.InfoNCE(symmetric=True),
+}
+
+
+@pytest.mark.parametrize("name", OF_SCORES)
+def test_losses_of_scores_and_embeddings_are_finite(name):
+    """Scores of 1000 and texts of zero vectors, with garbage where nothing is learned."""
+    head = nn.EmbeddingHead(2, rngs=nnx.Rngs(0)) if name == "embedding" else None
+    nothing = jnp.array([[False, False, True], [False, False, True]])
+    spoiled = lambda x: jnp.where(nothing, jnp.nan, x)
+    hidden = jnp.array([[[1e3, -1e3], [0.0, 0.0], [0, 0]], [[0.0, 0.0], [-1e3, 1e3], [0, 0]]])
+    segments = jnp.where(nothing, 0, 1)
+    batch = {
+        "targets": jnp.where(nothing, -1, jnp.array([[0, 1, 0], [1, 1, 0]])),
+        "returns": spoiled(jnp.full((2, 3), -1e3)),
+        "old_values": spoiled(jnp.zeros((2, 3))),
+    }
+    if name == "reward":
+        batch |= {"interleaved": jnp.zeros((2, 2)), "segment_ids": segments}
+    elif name == "embedding":
+        hidden, batch = hidden * 0, {"segment_ids": segments, "roles": jnp.zeros((2, 2))}
+    if name not in ("reward", "embedding"):
+        hidden = jnp.where(nothing[..., None], jnp.nan, hidden)
+
+    class Scores(Head):
+        def __init__(self):
+            self.vocab, self.head = 2, head
+
+        def logits(self, hidden):
+            return hidden
+
+    loss = OF_SCORES[name]
+    (value, stats), gradient = jax.value_and_grad(lambda h: loss.from_hidden(Scores(), h, batch), has_aux=True)(hidden)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, stats, gradient)))
+
+
 def test_no_loss_is_forgotten():
     """A new loss must join those above; `nn.cross_entropy` is that of MTP's modules."""
     exported = [getattr(room, name) for room in (training, pt) for name in dir(room)]
     losses = {loss for loss in exported if isinstance(loss, type) and issubclass(loss, training.Loss)}
     bases = {training.Loss, training.MTP, pt.ReferencedLoss, pt.PreferenceLoss, pt.PolicyLoss}
-    assert losses - bases == {type(loss) for loss in EXTREME.values()} | {training.NextToken}
+    others = {training.NextToken, training.BySource, *map(type, OF_SCORES.values())}
+    assert losses - bases == {type(loss) for loss in EXTREME.values()} | others
     assert {loss.loss_type for loss in EXTREME.values() if isinstance(loss, pt.DPO)} == set(preferences._LOSSES)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxlib import inference, tokenization
 from maxlib.inference import _harness
@@ -95,14 +96,14 @@ def test_every_family_has_the_defaults_of_its_class(metaspace, tmp_path):
     """The defaults depend on the model, the class that a file declares, and for one class on the tokenizer."""
     tokenizer = TOKENIZER
     if metaspace:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
         tokenizer = Tokenizer(models.BPE({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, [], unk_token="<unk>"))
         tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     kinds = {kind.split("/")[0] for family in families() for kind in family.model_types} - {"gemma4_assistant"}
-    for kind in ("llama", "mistral") if metaspace else sorted(kinds):
+    unigram = Tokenizer(models.Unigram([("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("a", -1.0)], unk_id=2))
+    for kind in ("llama", "mistral", "t5", "xlm-roberta") if metaspace else sorted(kinds - {"t5", "xlm-roberta"}):
         for name in CLASSES if kind in ("llama", "mistral", "qwen2", "qwen3", "gemma") else (None, "GPT2Tokenizer"):
-            write(tmp_path, {"tokenizer_class": name} if name else {}, None, {"model_type": kind}, tokenizer)
+            kept = unigram if kind in ("t5", "xlm-roberta") else tokenizer
+            write(tmp_path, {"tokenizer_class": name} if name else {}, None, {"model_type": kind}, kept)
             want = transformers.AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
             assert stated(tmp_path) == want, (kind, name)
 
