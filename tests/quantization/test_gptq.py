@@ -24,6 +24,7 @@ DENSE = llama.Config(
 )
 
 
+@pytest.mark.full
 def test_error_is_at_most_that_of_qwix():
     """The same matrix and inputs: the loss is the error of the outputs."""
     random = np.random.default_rng(0)

@@ -26,6 +26,7 @@ def test_values_are_within_an_eighth_and_right_on_average(is_square):
     assert error.max() < (0.01 if is_square else 0.005)
 
 
+@pytest.mark.full
 def test_they_take_about_a_byte_and_train_as_those_of_float32():
     model, losses, sizes = tiny.llama(dim=64, mlp_dim=128, head_dim=32, rope=ops.Rope(32)), {}, {}
     batch = tiny.batch()
