@@ -3,6 +3,7 @@
 Quantized tensors are dequantized by that package, in every type that it knows (Q4_0, Q8_0, Q4_K, Q6_K and others).
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,8 @@ class _Tensor(Stored):
     heads: int | None  # of queries or keys, whose rows llama.cpp reorders
 
     def view(self) -> np.ndarray:
-        import gguf
-
-        values = gguf.quants.dequantize(self.raw.data, self.raw.tensor_type).reshape(self.shape)
+        quants: Any = importlib.import_module("gguf.quants")
+        values = quants.dequantize(self.raw.data, self.raw.tensor_type).reshape(self.shape)
         if self.heads is None:
             return values
         # Pairs that rotate together are neighbours there; here they are half a head apart.
@@ -54,7 +54,7 @@ def from_gguf(path: str | Path, *, layout: sharding.Layout | None = None, dtype:
         ValueError: For another architecture, or tensors that are not those of the model.
     """
     try:
-        import gguf
+        gguf: Any = importlib.import_module("gguf")  # an import statement may name this module instead
     except ImportError as error:
         raise ImportError("GGUF files need the package gguf: pip install maxlib[gguf]") from error
     reader = gguf.GGUFReader(path)
