@@ -16,7 +16,9 @@ from maxlib.observability._trackers import numbers
 class Prometheus:
     """Writer that serves `/metrics` for Prometheus and `/healthz` for probes of Kubernetes and load balancers.
 
-        trainer.writers.append(observability.Prometheus(9400, recorder=trainer.clock))
+        writer = Prometheus(0)  # a free port; in training, trainer.writers.append(writer)
+        writer.write(3, {"loss": 2.5})
+        writer.close()
 
     `/metrics` has the newest value of each metric as a gauge, `maxlib_loss`, `maxlib_grad_norm`, ..., with the mean,
     minimum and maximum of arrays; the step; the time of the newest step; and, with a recorder, the seconds by what they

@@ -6,7 +6,6 @@ How a tensor's name becomes a parameter: the family's `_table` in `maxlib/models
 
 from maxlib.weights import fields as fields
 from maxlib.weights import files as files
-from maxlib.weights import gguf as gguf
 from maxlib.weights import merging as merging
 from maxlib.weights import names as names
 from maxlib.weights._family import Family as Family
@@ -21,6 +20,7 @@ from maxlib.weights._fields import Computed as Computed
 from maxlib.weights._fields import Field as Field
 from maxlib.weights._fields import Fields as Fields
 from maxlib.weights._fields import Multimodal as Multimodal
+from maxlib.weights._gguf import from_gguf as from_gguf
 from maxlib.weights._hf_config import REQUIRED as REQUIRED
 from maxlib.weights._hf_config import HFConfig as HFConfig
 from maxlib.weights._hf_config import read_config as read_config

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 
-import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from maxlib import inference, ops
 from maxlib.tokenization import ChatTemplate
 from tests.nn.tiny import filled_llama
 
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 tokenizers = pytest.importorskip("tokenizers")

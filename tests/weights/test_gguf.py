@@ -65,7 +65,7 @@ def directory(tmp_path_factory):
 def test_tensors_have_the_values_that_the_package_computes(kind, directory, example, tmp_path):
     kind = getattr(gguf.GGMLQuantizationType, kind)
     write(tmp_path / "model.gguf", directory, example, kind)
-    got = weights.gguf.from_gguf(tmp_path / "model.gguf")
+    got = weights.from_gguf(tmp_path / "model.gguf")
     plain = load_file(directory / "model.safetensors")
     # Rounding is along the inputs, so it does not matter that rows are in another order.
     rounded = {
@@ -89,10 +89,10 @@ def test_what_is_not_of_the_model_is_named(directory, example, tmp_path):
         rope_freqs_weight=np.ones(16, np.float32),
     )
     with pytest.raises(ValueError, match=r"tensors that a llama does not read: rope\.freqs\.weight"):
-        weights.gguf.from_gguf(tmp_path / "more.gguf")
+        weights.from_gguf(tmp_path / "more.gguf")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(ValueError, match="an architecture among llama, qwen2, qwen3, got 'mamba'"):
-        weights.gguf.from_gguf(tmp_path / "other.gguf")
+        weights.from_gguf(tmp_path / "other.gguf")

@@ -7,17 +7,18 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
-import safetensors.torch
 import tokenizers
-import torch
-import transformers
 from flax import nnx
 
 import maxlib
 from maxlib import adapters, nn
 from tests.nn.tiny import filled_llama
+
+peft = pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SIZES = {
     "vocab_size": 61,
@@ -174,7 +175,7 @@ def write_embedding_gemma(directory):
         identity = "torch.nn.modules.linear.Identity"
         dense = {"in_features": width, "out_features": out, "bias": False, "activation_function": identity}
         (directory / folder / "config.json").write_text(json.dumps(dense))
-        safetensors.torch.save_file({"linear.weight": weight}, directory / folder / "model.safetensors")
+        safetensors_torch.save_file({"linear.weight": weight}, directory / folder / "model.safetensors")
         x = x @ weight.T
     return x
 

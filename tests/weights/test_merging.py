@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from flax import nnx
-from peft.utils import merge_utils
 
 from maxlib import adapters, nn, ops
 from maxlib.models import llama, mixtral
@@ -52,6 +50,7 @@ def test_slerp_is_the_formula_for_each_matrix_alone(models):
 @pytest.mark.filterwarnings("ignore")
 def test_ties_is_that_of_peft(models, density, majority):
     base = make(7)
+    torch, merge_utils = pytest.importorskip("torch"), pytest.importorskip("peft.utils.merge_utils")
     options: Any = {"density": density, "weights": [0.5, 1.0, 2.0], "majority": majority}
     merged, start = arrays(merging.ties(models, base=base, **options)), arrays(base)
     for path in merged:

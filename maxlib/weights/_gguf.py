@@ -3,7 +3,6 @@
 Quantized tensors are dequantized by that package, in every type that it knows (Q4_0, Q8_0, Q4_K, Q6_K and others).
 """
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,9 @@ class _Tensor(Stored):
     heads: int | None  # of queries or keys, whose rows llama.cpp reorders
 
     def view(self) -> np.ndarray:
-        quants: Any = importlib.import_module("gguf.quants")
-        values = quants.dequantize(self.raw.data, self.raw.tensor_type).reshape(self.shape)
+        import gguf
+
+        values = gguf.quants.dequantize(self.raw.data, self.raw.tensor_type).reshape(self.shape)
         if self.heads is None:
             return values
         # Pairs that rotate together are neighbours there; here they are half a head apart.
@@ -45,7 +45,7 @@ def from_gguf(path: str | Path, *, layout: sharding.Layout | None = None, dtype:
     """Reads the model of a GGUF file; its tokenizer is not read.
 
     Args:
-        path: The file, of one of `ARCHITECTURES`.
+        path: The file, of a Llama, Qwen2 or Qwen3.
         layout: Placement over a mesh; None reads onto one device.
         dtype: The dtype of the weights; None is float32.
 
@@ -54,7 +54,7 @@ def from_gguf(path: str | Path, *, layout: sharding.Layout | None = None, dtype:
         ValueError: For another architecture, or tensors that are not those of the model.
     """
     try:
-        gguf: Any = importlib.import_module("gguf")  # an import statement may name this module instead
+        import gguf
     except ImportError as error:
         raise ImportError("GGUF files need the package gguf: pip install maxlib[gguf]") from error
     reader = gguf.GGUFReader(path)
