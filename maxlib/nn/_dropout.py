@@ -25,7 +25,8 @@ def with_dropout(model: Any, rates: Mapping[str, float], key: Key[Array, ""]) ->
     Args:
         model: An `nnx.Module`, such as a `Decoder`.
         rates: Probability of a zero, by name; 0 drops nothing.
-        key: Random key, a new one for each step. Every layer draws its own numbers from it.
+        key: Random key, a new one for each step. Every layer draws its own numbers from it, and so does every trace of the
+            copy: make a copy for each step, inside the jitted function, as `make_train_step` does.
 
     Raises:
         ValueError: when a rate is not in `[0, 1)`.
@@ -33,7 +34,7 @@ def with_dropout(model: Any, rates: Mapping[str, float], key: Key[Array, ""]) ->
     """
     if wrong := {name: rate for name, rate in rates.items() if not 0 <= rate < 1}:
         raise ValueError(f"rates of dropout must be at least 0 and below 1, got {wrong}")
-    places = itertools.count()  # of names in the program, each traced once
+    places = itertools.count()  # tells apart values of one name in a layer, such as two attentions
 
     def dropped(rate: float):
         def drop(x: Array, layer: Any) -> Array:
