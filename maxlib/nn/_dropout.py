@@ -25,8 +25,8 @@ def with_dropout(model: Any, rates: Mapping[str, float], key: Key[Array, ""]) ->
     Args:
         model: An `nnx.Module`, such as a `Decoder`.
         rates: Probability of a zero, by name; 0 drops nothing.
-        key: Random key, a new one for each step. Every layer draws its own numbers from it, and so does every trace of the
-            copy: make a copy for each step, inside the jitted function, as `make_train_step` does.
+        key: Random key, a new one for each step. Every layer draws its own numbers from it, and so does every trace of
+            the copy: make a copy for each step, inside the jitted function, as `make_train_step` does.
 
     Raises:
         ValueError: when a rate is not in `[0, 1)`.
