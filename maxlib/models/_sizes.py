@@ -58,6 +58,29 @@ class WindowSizes(AttentionSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RotatedWindowSizes(AttentionSizes):
+    """Layers with windows, of which alone the heads are rotated, and full ones; without a window all are full ones."""
+
+    window: int | None = None  # of the sliding layers
+    # FULL or SLIDING for each layer; None: every fourth is FULL, and without a window all are.
+    layer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """FULL or SLIDING for each layer."""
+        return self.layer_types or every(1 if self.window is None else 4, self.num_layers, SLIDING, FULL)
+
+    @property
+    def kinds(self) -> tuple[tuple[ops.Mask, Rope | None], ...]:
+        """The mask and the rotation of each layer; in models with a window, full layers are not rotated."""
+        full = ops.Causal(), self.rope if self.window is None else None
+        return tuple((causal(self.window), self.rope) if kind == SLIDING else full for kind in self.types)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentSizes(Sizes):
     """Sizes of a decoder with DeepSeek's latent attention (`fields.MLA`)."""
 

@@ -10,38 +10,21 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models._layers import Parallel, TextDecoder
-from maxlib.models._sizes import FULL, SLIDING, AttentionSizes, causal, every
+from maxlib.models._sizes import FULL, SLIDING, RotatedWindowSizes, every
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(RotatedWindowSizes):
     """Sizes of a Cohere model; `PRESETS` has the published ones. With a window it is the second generation."""
 
     mlp_dim: int
     logit_scale: float = 0.0625
-    window: int | None = None  # of the sliding layers
-    # FULL or SLIDING for each layer; None: every fourth is FULL, and without a window all are.
-    layer_types: tuple[str, ...] | None = None
     qk_norm: bool = False
     attention_bias: bool = False
     norm_eps: float = 1e-5
     tied: bool = True
-
-    def __post_init__(self):
-        fields.check_layer_types(self)
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """FULL or SLIDING for each layer."""
-        return self.layer_types or every(1 if self.window is None else 4, self.num_layers, SLIDING, FULL)
-
-    @property
-    def kinds(self) -> tuple[tuple[ops.Mask, Rope | None], ...]:
-        """The mask and the rotation of each layer; in models with a window, full layers are not rotated."""
-        full = ops.Causal(), self.rope if self.window is None else None
-        return tuple((causal(self.window), self.rope) if kind == SLIDING else full for kind in self.types)
 
 
 class Block(Parallel):

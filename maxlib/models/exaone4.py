@@ -9,34 +9,17 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes, causal, every
+from maxlib.models._sizes import DECODER, FULL, SLIDING, RotatedWindowSizes, every
 from maxlib.ops import Llama3Scaling, Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(RotatedWindowSizes):
     """Sizes of an EXAONE 4; `PRESETS` has the published ones."""
 
     mlp_dim: int
-    window: int | None = None  # of the sliding layers
-    # FULL or SLIDING for each layer; None: every fourth is FULL, and without a window all are.
-    layer_types: tuple[str, ...] | None = None
     norm_eps: float = 1e-5
-
-    def __post_init__(self):
-        fields.check_layer_types(self)
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """FULL or SLIDING for each layer."""
-        return self.layer_types or every(1 if self.window is None else 4, self.num_layers, SLIDING, FULL)
-
-    @property
-    def kinds(self) -> tuple[tuple[ops.Mask, Rope | None], ...]:
-        """The mask and the rotation of each layer; in models with a window, full layers are not rotated."""
-        full = ops.Causal(), self.rope if self.window is None else None
-        return tuple((causal(self.window), self.rope) if kind == SLIDING else full for kind in self.types)
 
 
 class Block(PreNorm):
