@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops
 from maxlib.models._sizes import AttentionSizes, DeltaSizes, ExpertSizes, LatentSizes, MambaSizes, RouterSizes
 from maxlib.ops import Rope, YarnScaling
+from maxlib.sharding import constrain
 
 
 class TextDecoder(nn.Decoder):
@@ -45,6 +46,28 @@ class TextDecoder(nn.Decoder):
         self.layers = nn.Stack(block, kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=plus_one) if norm is None else norm
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+
+
+class PositionedDecoder(nn.Decoder):
+    """Decoder that adds a trained vector for each position to its first input (`nn.LearnedPositions`)."""
+
+    positions: nn.LearnedPositions
+
+    def enter(self, x: Float[Array, "B T D"], *, cache: nn.cache.Cache | None = None, **inputs: Any):
+        """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
+        x, ctx = super().enter(x, cache=cache, **inputs)
+        # Added after a split sequence is reordered, by the tokens' positions, which are reordered with them.
+        return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
+
+    @property
+    def max_length(self) -> int:
+        """Number of positions in the table."""
+        return self.positions.length
+
+    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
+        """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""
+        self.positions.check(capacity)
+        return super().init_cache(batch, capacity, dtype=dtype)
 
 
 class GemmaDecoder(TextDecoder):

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._layers import PositionedDecoder
 from maxlib.sharding import constrain
 from maxlib.weights import Copy, Family, Field, Fields, Ignore, Renamed, Table, Weight, names
 
@@ -130,7 +131,7 @@ class MLP(nnx.Module):
         return self.down(constrain(h, "batch", "seq", "act_mlp"))
 
 
-class GPT2(nn.Decoder):
+class GPT2(PositionedDecoder):
     """GPT-2: adds a trained vector for each position to the tokens instead of rotary embeddings.
 
     Raises ValueError for text longer than its positions, see `nn.LearnedPositions`.
@@ -143,22 +144,6 @@ class GPT2(nn.Decoder):
         self.layers = nn.Stack(lambda scale, rngs: Block(cfg, scale, rngs=rngs), cfg.scales, rngs=rngs)
         self.norm = nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-
-    def enter(self, x: Float[Array, "B T D"], *, cache: nn.cache.Cache | None = None, **inputs: Any):
-        """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
-        x, ctx = super().enter(x, cache=cache, **inputs)
-        # Added after a split sequence is reordered, by the tokens' positions, which are reordered with them.
-        return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
-
-    @property
-    def max_length(self) -> int:
-        """Number of positions in the table."""
-        return self.positions.length
-
-    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""
-        self.positions.check(capacity)
-        return super().init_cache(batch, capacity, dtype=dtype)
 
 
 FIELDS = Fields(

@@ -13,8 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models._layers import CrossPreNorm, PreNorm
-from maxlib.sharding import constrain
+from maxlib.models._layers import CrossPreNorm, PositionedDecoder, PreNorm
 from maxlib.weights import Copy, Family, Field, Fields, Table, Weight, names
 
 
@@ -94,7 +93,7 @@ def _neighbours(x: Float[Array, "B F M"], *, stride: int) -> Float[Array, "B S 3
     return jnp.stack([padded[:, tap : tap + last : stride] for tap in range(3)], axis=2)
 
 
-class Whisper(nn.Decoder):
+class Whisper(PositionedDecoder):
     """Whisper: `model(tokens, audio=clips)` hears one clip for each row of tokens.
 
     The `frames` of the clips, `B 1 F M` or `B F M`, are `input_features` of Hugging Face's processor with time before
@@ -130,21 +129,6 @@ class Whisper(nn.Decoder):
                 f"audio must have one clip of {length} frames of {width} bands for each of the {len(tokens)} rows of tokens, "
                 f"{(*rows, 1, length, width)}, got {shape}: pad sound to 30 seconds before its spectrogram is computed"
             )
-
-    def enter(self, x: Float[Array, "B T D"], *, cache: nn.cache.Cache | None = None, **inputs: Any):
-        """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
-        x, ctx = super().enter(x, cache=cache, **inputs)
-        return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
-
-    @property
-    def max_length(self) -> int:
-        """Number of positions of text."""
-        return self.positions.length
-
-    def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
-        """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""
-        self.positions.check(capacity)
-        return super().init_cache(batch, capacity, dtype=dtype)
 
 
 FIELDS = Fields(
