@@ -3,7 +3,7 @@
 from maxlib.quantization._apply import for_inference as for_inference
 from maxlib.quantization._apply import for_training as for_training
 from maxlib.quantization._apply import full_precision as full_precision
-from maxlib.quantization._calibrate import gptq as gptq
+from maxlib.quantization._gptq import gptq as gptq
 from maxlib.quantization._files import load as load
 from maxlib.quantization._files import save as save
 from maxlib.quantization._formats import INFERENCE as INFERENCE

@@ -10,7 +10,7 @@ from qwix.contrib import gptq_core
 
 from maxlib import ops, quantization
 from maxlib.models import llama, mixtral
-from maxlib.quantization._calibrate import _rounded
+from maxlib.quantization._gptq import _rounded
 
 DENSE = llama.Config(
     vocab=64,
