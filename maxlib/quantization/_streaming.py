@@ -22,6 +22,7 @@ from maxlib.nn import sites
 Model = TypeVar("Model")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """Statistics of the inputs of one matmul; E is 1 for a matmul that is not one of experts.
@@ -29,13 +30,16 @@ class Inputs:
     Attributes:
         covariance: Sum of `x x^T` over tokens, not centered.
         largest: Largest absolute value of each input.
+        cross: Sum of `y x^T`, where `y` is what the same matmul reads of the same token in the model in full precision;
+            None if that is not known.
     """
 
-    covariance: Float[Any, "E I I"]
-    largest: Float[Any, "E I"]
+    covariance: Float[Array, "E I I"]
+    largest: Float[Array, "E I"]
+    cross: Float[Array, "E I I"] | None = None
 
 
-_records: dict[str, Inputs] = {}  # of the layer that runs, by path
+_rows: dict[str, list[Any]] = {}  # what each matmul of the layer that runs has read, by path
 _lock = threading.Lock()  # callbacks may run in several threads
 
 
@@ -66,36 +70,45 @@ class Stream:
         """Yields the number and a copy of each layer; `advance` must be called before the next one."""
         return ((i, jax.tree.map(jnp.asarray, self.model.layers[i])) for i in range(self.count))
 
-    def record(self, i: int, layer: Any, *, batches: int | None = None) -> tuple[dict[str, Inputs], list[Any]]:
+    def record(
+        self, i: int, layer: Any, *, batches: int | None = None, exact: "Stream | None" = None
+    ) -> tuple[dict[str, Inputs], list[Any]]:
         """Runs layer `i`, as `layer` now is.
 
         Args:
             i: Its number.
             layer: The layer.
             batches: How many batches to run; None for all.
+            exact: A stream of the same text in which nothing is quantized, which is advanced. `cross` is then known,
+                but not for experts, to which other tokens may be sent.
 
         Returns:
             What each matmul read, by path, and the layer's outputs for each batch.
         """
-
-        def recording(path: str, site: Any) -> Any:
-            return site if isinstance(site, nn.Embed) else sites.replace(site, matmul=_Recorder(path))
-
-        _records.clear()
-        outputs = self._run(i, sites.map_sites(layer, recording), batches)
-        jax.effects_barrier()
-        records = dict(_records)
-        _records.clear()
+        layer = sites.map_sites(layer, _recording)
+        records: dict[str, Inputs] = {}
+        outputs = []
+        for n, state in enumerate(self._states[:batches]):
+            outputs.append(_run(layer, state, i))
+            rows, exact_rows = _taken(), {}
+            if exact is not None:
+                x = _run(layer, exact._states[n], i)
+                exact_rows = _taken()
+                exact._states[n] = (x, *exact._states[n][1:])
+            for path, calls in rows.items():
+                others = exact_rows.get(path, [None] * len(calls))
+                for (x, counts), other in zip(calls, others, strict=True):
+                    read = _inputs(x, counts, None if other is None or counts is not None else other[0])
+                    records[path] = read if path not in records else _added(records[path], read)
         return records, outputs
 
     def advance(self, i: int, layer: Any) -> None:
         """Makes the outputs of layer `i`, as `layer` now is, the inputs of the next one."""
-        outputs = self._run(i, layer, None)
-        self._states = [(x, ctx, inputs) for x, (_, ctx, inputs) in zip(outputs, self._states, strict=True)]
+        self.put([_run(layer, state, i) for state in self._states])
 
-    def _run(self, i: int, layer: Any, batches: int | None) -> list[Any]:
-        states = self._states[:batches]
-        return [jax.block_until_ready(_call(layer, x, ctx, _row(inputs, i))) for x, ctx, inputs in states]
+    def put(self, outputs: Sequence[Any]) -> None:
+        """Makes the outputs of a layer for each batch the inputs of the next one."""
+        self._states = [(x, *state[1:]) for x, state in zip(outputs, self._states, strict=True)]
 
 
 def with_layers(model: Model, layers: Sequence[Any]) -> Model:
@@ -114,14 +127,46 @@ def _call(layer: Any, x: Any, ctx: Any, inputs: Any) -> Any:
     return (layer(x, ctx, None) if inputs is None else layer(x, ctx, None, inputs))[0]
 
 
-def _row(inputs: Any, i: int) -> Any:
-    """Returns the inputs of layer `i`; None if it has none."""
-    return None if inputs is None or i >= len(jax.tree.leaves(inputs)[0]) else jax.tree.map(lambda a: a[i], inputs)
+def _run(layer: Any, state: Any, i: int) -> Any:
+    """Returns the output of layer `i`, which gets its row of the inputs if there is one."""
+    x, ctx, inputs = state
+    has_row = inputs is not None and i < len(jax.tree.leaves(inputs)[0])
+    return jax.block_until_ready(_call(layer, x, ctx, jax.tree.map(lambda a: a[i], inputs) if has_row else None))
+
+
+def _recording(path: str, site: Any) -> Any:
+    return site if isinstance(site, nn.Embed) else sites.replace(site, matmul=_Recorder(path))
+
+
+def _taken() -> dict[str, list[Any]]:
+    """Returns what matmuls have read, and forgets it."""
+    jax.effects_barrier()
+    rows = dict(_rows)
+    _rows.clear()
+    return rows
+
+
+@jax.jit
+def _inputs(x: Float[Array, "M I"], counts: Int[Array, " E"] | None, exact: Float[Array, "M I"] | None) -> Inputs:
+    """Returns the statistics of rows, which are sorted by expert if there are `counts`."""
+    if counts is None:
+        cross = None if exact is None else (exact.T @ x)[None]
+        return Inputs((x.T @ x)[None], jnp.abs(x).max(axis=0)[None], cross)
+    expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(len(x)), side="right")
+    x = jnp.where((expert < len(counts))[:, None], x, 0)  # rows behind those of the last expert belong to none
+    largest = jax.ops.segment_max(jnp.abs(x), expert, len(counts))
+    return Inputs(ops.grouped_outer(x, x, counts), jnp.maximum(largest, 0))  # -inf for an expert without rows
+
+
+@jax.jit
+def _added(a: Inputs, b: Inputs) -> Inputs:
+    cross = None if a.cross is None or b.cross is None else a.cross + b.cross
+    return Inputs(a.covariance + b.covariance, jnp.maximum(a.largest, b.largest), cross)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Recorder:
-    """A plain matmul (`nn.matmul.Matmul`) that adds what it reads to `_records`."""
+    """A plain matmul (`nn.matmul.Matmul`) that adds what it reads to `_rows`."""
 
     path: str
 
@@ -132,7 +177,7 @@ class _Recorder:
         dims = [of_x.replace("...", "").index(letter) - len(of_x.replace("...", "")) for letter in summed]
         rows = jnp.moveaxis(x, dims, range(-len(dims), 0))
         rows = rows.reshape(-1, math.prod(rows.shape[-len(dims) :])).astype(jnp.float32)
-        self._add((rows.T @ rows)[None], jnp.abs(rows).max(axis=0)[None])
+        io_callback(functools.partial(_add, self.path), None, rows)
         return nn.matmul.PlainMatmul().einsum(spec, x, w)
 
     def grouped(
@@ -142,25 +187,20 @@ class _Recorder:
         rows_per_expert: Int[Array, " E"],
         weight_order: ops.ExpertWeightOrder = "EOI",
     ) -> Float[Array, "M O"]:
-        # Rows are sorted by expert; those behind the last one belong to none.
-        expert = jnp.searchsorted(jnp.cumsum(rows_per_expert), jnp.arange(len(rows)), side="right")
-        used = expert < len(rows_per_expert)
-        known = jnp.where(used[:, None], rows, 0).astype(jnp.float32)
-        largest = jax.ops.segment_max(jnp.abs(known), expert, len(rows_per_expert))
-        self._add(ops.grouped_outer(known, known, rows_per_expert), jnp.maximum(largest, 0))  # -inf without rows
+        io_callback(functools.partial(_add, self.path), None, rows.astype(jnp.float32), rows_per_expert)
         return nn.matmul.PlainMatmul().grouped(rows, w, rows_per_expert, weight_order)
 
-    def _add(self, covariance: Array, largest: Array) -> None:
-        io_callback(functools.partial(_add, self.path), None, covariance, largest)
 
-
-def _add(path: str, covariance: Any, largest: Any) -> None:
-    covariance, largest = np.asarray(covariance), np.asarray(largest)
+def _add(path: str, rows: Any, counts: Any = None) -> None:
     with _lock:
-        if path in _records:
-            covariance = covariance + _records[path].covariance
-            largest = np.maximum(largest, _records[path].largest)
-        _records[path] = Inputs(covariance, largest)
+        _rows.setdefault(path, []).append((np.asarray(rows), None if counts is None else np.asarray(counts)))
+
+
+def formats_of(layer: Any, decide: sites.Decide, i: int, count: int) -> dict[str, Any]:
+    """Returns the format of each matmul of layer `i` of `count`, by path; None for one that is not quantized."""
+    return {
+        p: decide(sites.Where(f"layers.{p}", sites.kind_of(s), i, count)) for p, s in sites.find(layer, sites.SITES)
+    }
 
 
 def matrices(site: Any) -> Float[Array, "E O I"]:
