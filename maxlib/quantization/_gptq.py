@@ -88,6 +88,7 @@ def _quantized(
     return sites.map_sites(layer, stored)
 
 
+@functools.partial(jax.jit, static_argnames=("format", "path", "damping", "propagation"))
 def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float, propagation: float) -> Any:
     """Returns a layer with its weight in `format`, rounded by what it reads; to nearest if that is not known."""
     stored = store(site, format, f"layers.{path}")
@@ -110,7 +111,7 @@ def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: 
     return stored
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames=("damping", "propagation"))
 def _compensated(
     matrices: Float[Array, "E O I"],
     covariance: Float[Array, "E I I"],

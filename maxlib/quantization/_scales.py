@@ -8,7 +8,7 @@ once their weights are divided by it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
+from maxlib._utils.paths import dotted
 from maxlib.nn import sites
 from maxlib.quantization._apply import divides
 from maxlib.quantization._formats import INFERENCE, Format, Rules, as_rules
@@ -138,26 +139,23 @@ def _by_layer(
 def find_links(stream: Stream, i: int, layer: Any) -> list[Link]:
     """Lists the sources of layer `i` whose readers can take over a factor."""
     records, (output,) = stream.record(i, layer, batches=1)
-    found = []
+    links = []
     for path, node in nn.tree.find(layer, (*_NORMS, *sites.SITES)):
         if isinstance(node, nn.Embed) or not _is_plain(node):
             continue
-        width = _width(node)
-        signs = np.random.RandomState(0).choice([0.5, 2.0], width)
-        factor = jnp.asarray(signs, jnp.float32)[None]
-        scaled = _multiplied(layer, path, factor)
-        after, _ = stream.record(i, scaled, batches=1)
+        factor = jnp.asarray(np.random.RandomState(0).choice([0.5, 2.0], (1, _width(node))), jnp.float32)
+        after, _ = stream.record(i, _with_factor(layer, Link(path, ()), 1 / factor), batches=1)
         # All experts together: each gets other tokens while their router reads what is scaled.
         sums = {p: (after[p].covariance.sum(axis=0), read.covariance.sum(axis=0)) for p, read in records.items()}
         readers = tuple(p for p, (new, old) in sums.items() if _is_near(new, old, jnp.outer(factor[0], factor[0])))
         if not readers:
             continue
-        folded = functools.reduce(lambda new, reader: _compensated(new, reader, factor), readers, scaled)
-        _, (same,) = stream.record(i, folded, batches=1)
+        link = Link(path, readers)
+        _, (same,) = stream.record(i, _with_factor(layer, link, 1 / factor), batches=1)
         pairs = zip(jax.tree.leaves(same), jax.tree.leaves(output), strict=True)
         if all(_is_near(a, b) for a, b in pairs):
-            found.append(Link(path, readers))
-    return found
+            links.append(link)
+    return links
 
 
 def _is_near(a: Array, b: Array, factor: Array | None = None) -> bool:
@@ -189,64 +187,59 @@ def without_weight(layer: Any, link: Link) -> Any:
         return layer
     weight = (source.scale[...] + (1.0 if source.plus_one else 0.0))[None]
     ones = jax.tree.map(lambda a: jnp.ones_like(a) - source.plus_one, source)
-    layer = _replaced(layer, link.source, lambda _: ones)
-    return functools.reduce(lambda new, path: _compensated(new, path, 1 / weight), link.readers, layer)
+    layer = _replaced(layer, (link.source,), lambda _: ones)
+    return _replaced(layer, link.readers, lambda site: _with_inputs(site, weight))
+
+
+def _with_factor(layer: Any, link: Link, factor: Factor) -> Any:
+    """Returns a layer with a factor on its readers' weights, and its source divided by it."""
+    layer = _replaced(layer, (link.source,), lambda node: _with_outputs(node, 1 / factor))
+    return _replaced(layer, link.readers, lambda site: _with_inputs(site, factor))
 
 
 def _scaled(layer: Any, link: Link, factor: Factor, records: dict[str, Inputs]) -> Any:
-    """Returns a layer with a factor on its readers' weights, and its source divided by it; updates the records."""
-    layer = _multiplied(layer, link.source, 1 / factor)
+    """Returns a layer as `_with_factor` does, and updates the records of what its matmuls read."""
     for path in link.readers:
-        layer = _compensated(layer, path, 1 / factor)
         read = records[path]
         square = factor[:, :, None] * factor[:, None, :]
         records[path] = Inputs(
             read.covariance / jnp.broadcast_to(square, read.covariance.shape),
             read.largest / jnp.broadcast_to(factor, read.largest.shape),
         )
-    return layer
+    return _with_factor(layer, link, factor)
 
 
-def _multiplied(layer: Any, path: str, factor: Factor) -> Any:
-    """Returns a layer in which the outputs of a norm or a matmul are multiplied by a factor."""
-
-    def multiplied(node: Any) -> Any:
-        new = jax.tree.map(lambda a: a, node)
-        if isinstance(node, _NORMS):
-            one = 1.0 if node.plus_one else 0.0
-            new.scale = new.scale.replace((node.scale[...] + one) * factor[0] - one)
-            bias = getattr(node, "bias", None)
-            if bias is not None:
-                new.bias = bias.replace(bias[...] * factor[0])
-            return new
-        new.w = node.w.replace(node.w[...] * jnp.broadcast_to(spread(node, factor, inputs=False), node.w.shape))
-        if node.b is not None:
-            experts = len(sites.dimensions(node)[0]) if len(factor) == 1 else 0
-            of_b = factor.reshape(node.b.shape[experts:])
-            new.b = node.b.replace(node.b[...] * jnp.broadcast_to(of_b, node.b.shape))
+@jax.jit
+def _with_outputs(node: Any, factor: Factor) -> Any:
+    new = jax.tree.map(lambda a: a, node)
+    if isinstance(node, _NORMS):
+        one = 1.0 if node.plus_one else 0.0
+        new.scale = new.scale.replace((node.scale[...] + one) * factor[0] - one)
+        bias = getattr(node, "bias", None)
+        if bias is not None:
+            new.bias = bias.replace(bias[...] * factor[0])
         return new
-
-    return _replaced(layer, path, multiplied)
-
-
-def _compensated(layer: Any, path: str, factor: Factor) -> Any:
-    """Returns a layer in which the weight of a matmul is divided by a factor on its inputs."""
-
-    def divided(site: Any) -> Any:
-        w = site.w[...] / jnp.broadcast_to(spread(site, factor, inputs=True), site.w.shape)
-        return sites.replace(site, w=site.w.replace(w))
-
-    return _replaced(layer, path, divided)
+    new.w = node.w.replace(node.w[...] * jnp.broadcast_to(spread(node, factor, inputs=False), node.w.shape))
+    if node.b is not None:
+        experts = len(sites.dimensions(node)[0]) if len(factor) == 1 else 0
+        of_b = factor.reshape(node.b.shape[experts:])
+        new.b = node.b.replace(node.b[...] * jnp.broadcast_to(of_b, node.b.shape))
+    return new
 
 
-def _replaced(layer: Any, path: str, change: Callable[[Any], Any]) -> Any:
-    """Returns a layer in which the norm or the matmul at a path is changed."""
-    types = (*_NORMS, *sites.SITES)
-    nodes = [change(node) if p == path else node for p, node in nn.tree.find(layer, types)]
-    replacements = iter(nodes)
-    return jax.tree.map(
-        lambda x: next(replacements) if isinstance(x, types) else x, layer, is_leaf=lambda x: isinstance(x, types)
-    )
+@jax.jit
+def _with_inputs(site: Any, factor: Factor) -> Any:
+    w = site.w[...] * jnp.broadcast_to(spread(site, factor, inputs=True), site.w.shape)
+    return sites.replace(site, w=site.w.replace(w))
+
+
+def _replaced(layer: Any, paths: Collection[str], change: Callable[[Any], Any]) -> Any:
+    """Returns a layer in which the norms or the matmuls at some paths are changed."""
+
+    def changed(path: Any, node: Any) -> Any:
+        return change(node) if dotted(path) in paths else node
+
+    return jax.tree_util.tree_map_with_path(changed, layer, is_leaf=lambda x: isinstance(x, (*_NORMS, *sites.SITES)))
 
 
 def _over_readers(

@@ -5,6 +5,7 @@ Only the records of one layer are in memory, and a new layer replaces the old on
 
 import dataclasses
 import functools
+import gc
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,7 @@ class Stream:
     def put(self, outputs: Sequence[Any]) -> None:
         """Makes the outputs of a layer for each batch the inputs of the next one."""
         self._states = [(x, *state[1:]) for x, state in zip(outputs, self._states, strict=True)]
+        gc.collect()  # modules are in cycles, which would keep the arrays of earlier layers
 
 
 def with_layers(model: Model, layers: Sequence[Any]) -> Model:
@@ -193,7 +195,7 @@ class _Recorder:
 
 def _add(path: str, rows: Any, counts: Any = None) -> None:
     with _lock:
-        _rows.setdefault(path, []).append((np.asarray(rows), None if counts is None else np.asarray(counts)))
+        _rows.setdefault(path, []).append((np.array(rows), None if counts is None else np.array(counts)))
 
 
 def formats_of(layer: Any, decide: sites.Decide, i: int, count: int) -> dict[str, Any]:
