@@ -173,6 +173,7 @@ def test_memory_is_that_of_one_layer(monkeypatch):
     assert live[-1] - live[0] < 0.2 * sizes[0]
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_rotated_is_named():
     cfg = olmo2.Config(**SIZES, mlp_dim=96)
     model = jax.jit(lambda: olmo2.OLMo2(cfg, rngs=nnx.Rngs(0)))()

@@ -57,9 +57,8 @@ def write_nf4(model, path):
     (path / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    ("write", "qtype"), [(write_int4, "int4"), pytest.param(write_nf4, "nf4", marks=pytest.mark.full)]
-)
+@pytest.mark.full  # the guide takes one step of it in the default run
+@pytest.mark.parametrize(("write", "qtype"), [(write_int4, "int4"), (write_nf4, "nf4")])
 def test_adapters_train_on_kept_weights(write, qtype, tmp_path):
     write(jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))(), tmp_path / "base")
     base = maxlib.from_pretrained(tmp_path / "base", keep_quantized=True)
