@@ -6,7 +6,7 @@ it did.
 """
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,12 @@ from maxlib import nn
 from maxlib.quantization._scales import find_links, without_weight
 from maxlib.quantization._streaming import Stream, with_layers
 
-Model = TypeVar("Model")
 _TRIAL = (2, 16)  # rows and tokens of the text that shows what reads a norm, and that nothing changed
 _TOLERANCE = 1e-3  # of the largest logit
 
 
-def rotate(model: Model, key: Array) -> Model:
-    """Returns a model that computes the same, with rotated activations between its layers.
+def rotate(model: Any, key: Array) -> Any:
+    """Returns a model that computes the same, with rotated activations between its layers; works in float32.
 
     A head that is tied to the embedding becomes a matrix of its own, because the last norm's weight moves into it.
 
@@ -39,23 +38,22 @@ def rotate(model: Model, key: Array) -> Model:
     Raises:
         ValueError: when the model cannot be rotated: norms have a bias or a mean, or stand after a branch.
     """
-    plain: Any = model
+    plain: Any = nn.cast(model, jnp.float32)
     tokens = jax.random.randint(jax.random.key(0), _TRIAL, 0, plain.embed.w.shape[0])
     new = _without_weights(plain, tokens)
-    D = plain.embed.w.shape[-1]
-    rotation = _orthogonal(D, np.random.default_rng(np.asarray(jax.random.key_data(key))))
+    rotation = _orthogonal(plain.embed.w.shape[-1], np.random.default_rng(np.asarray(jax.random.key_data(key))))
     rotated = {
-        path: variable.replace(_along(variable[...], variable.get_metadata().get("axes", ()), rotation))
+        path: _along(variable[...], variable.get_metadata().get("axes", ()), rotation)
         for path, variable in nn.variables(new).items()
     }
-    new = nn.combine({path: variable[...] for path, variable in rotated.items()}, new)
+    new = nn.combine(rotated, new)
     before, after = (m.logits(m(tokens, dtype=jnp.float32).hidden) for m in (plain, new))
     if not float(jnp.abs(before - after).max()) < _TOLERANCE * float(jnp.abs(before).max()):
         raise ValueError(
             f"this {type(model).__name__} cannot be rotated: its residual stream must be read by RMS norms without a bias "
             "alone, each followed by matmuls, and written by matmuls alone, without norms after them"
         )
-    return new
+    return nn.cast(new, model.embed.w.dtype)
 
 
 def _without_weights(model: Any, tokens: Array) -> Any:

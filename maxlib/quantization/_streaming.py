@@ -96,15 +96,8 @@ class Stream:
                 x = _run(layer, exact._states[n], i)
                 exact_rows = _taken()
                 exact._states[n] = (x, *exact._states[n][1:])
-            seen: list[tuple[Any, Inputs]] = []  # queries, keys and values read the same rows
-            for path, calls in rows.items():
-                others = exact_rows.get(path, [None] * len(calls))
-                for (x, counts), other in zip(calls, others, strict=True):
-                    read = next((read for y, read in seen if counts is None and np.array_equal(x, y)), None)
-                    if read is None:
-                        read = _inputs(x, counts, None if other is None or counts is not None else other[0])
-                        seen += [(x, read)] if counts is None else []
-                    records[path] = read if path not in records else _added(records[path], read)
+            for path, read in _statistics(rows, exact_rows).items():
+                records[path] = read if path not in records else _added(records[path], read)
         return records, outputs
 
     def advance(self, i: int, layer: Any) -> None:
@@ -150,6 +143,21 @@ def _taken() -> dict[str, list[Any]]:
     rows = dict(_rows)
     _rows.clear()
     return rows
+
+
+def _statistics(rows: dict[str, list[Any]], exact_rows: dict[str, list[Any]]) -> dict[str, Inputs]:
+    """Returns the statistics of the rows of one batch, by path."""
+    seen: list[tuple[Any, Inputs]] = []  # queries, keys and values read the same rows
+    statistics: dict[str, Inputs] = {}
+    for path, calls in rows.items():
+        others = exact_rows.get(path, [None] * len(calls))
+        for (x, counts), other in zip(calls, others, strict=True):
+            read = next((read for y, read in seen if counts is None and np.array_equal(x, y)), None)
+            if read is None:
+                read = _inputs(x, counts, None if other is None or counts is not None else other[0])
+                seen += [(x, read)] if counts is None else []
+            statistics[path] = read if path not in statistics else _added(statistics[path], read)
+    return statistics
 
 
 @jax.jit
