@@ -9,6 +9,7 @@ from flax import nnx
 
 import maxlib
 from maxlib import nn, ops, quantization
+from maxlib.__main__ import main
 from maxlib.models import llama, phi3
 from tests.models import parity
 
@@ -80,6 +81,14 @@ def test_formats_that_it_lacks_are_named(model, tmp_path):
     with pytest.raises(ValueError, match="the model has no quantized weights"):
         maxlib.save_pretrained(model, tmp_path / "none", quantized="compressed-tensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_writes_it(model, tmp_path):
+    maxlib.save_pretrained(model, tmp_path / "plain")
+    arguments = [str(tmp_path / "plain"), str(tmp_path / "small"), "--quantize", "int4", "--compressed-tensors"]
+    assert main(["convert", *arguments]) == 0
+    stated = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert stated["quant_method"] == "compressed-tensors" and stated["format"] == "pack-quantized"
 
 
 def test_several_formats_name_their_modules(model, tmp_path):
