@@ -284,9 +284,9 @@ def _best(layer: Any, link: Link, formats: dict[str, Format | None], records: di
 
 @functools.partial(jax.jit, static_argnames="format")
 def _errors(
-    site: Any, candidates: Float[Array, "R E I"], covariance: Float[Array, "E I I"], format: Format
+    site: Any, candidates: Float[Array, "R F I"], covariance: Float[Array, "E I I"], format: Format
 ) -> Float[Array, "R E"]:
-    """Returns the squared error of the outputs for each factor on the weights."""
+    """Returns the squared error of the outputs for each factor on the weights; F is E, or 1 for a factor of all."""
     exact = matrices(site)
 
     def error(factor: Factor) -> Array:
