@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from maxlib.data._images import PixtralImageProcessor as PixtralImageProcessor
     from maxlib.data._loader import Loader as Loader
     from maxlib.data._loader import host_shards as host_shards
+    from maxlib.data._megatron import megatron_documents as megatron_documents
+    from maxlib.data._megatron import megatron_samples as megatron_samples
     from maxlib.data._mixture import Mixture as Mixture
     from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from maxlib.data._sources import python_docs as python_docs
     from maxlib.data._sources import split as split
     from maxlib.data._sources import text_files as text_files
+    from maxlib.data._token_files import numpy_tokens as numpy_tokens
     from maxlib.data._tokenize import tokenize as tokenize
     from maxlib.data._tokenize import tokenize_chats as tokenize_chats
 

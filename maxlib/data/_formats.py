@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import grain
 
 from maxlib.data._documents import Document, token_ids, with_content
-from maxlib.data._sources import Paths, Piece, array_record, find_files, jsonl, text_files
+from maxlib.data._sources import Piece, array_record, jsonl, text_files
+from maxlib.data._storage import File, Paths, RemoteFile, find_files
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> gra
     `.jsonl`, `.parquet` and `.array_record` (records of JSON) have the documents in `field`; other files are text, and
     a document is a "file", a "line" or a "paragraph" (see `text_files`).
     """
-    by_ending: dict[str, list[Path]] = {}
+    by_ending: dict[str, list[File]] = {}
     for path in find_files(paths):
         ending = path.suffix if path.suffix in _FORMATS else ""
         by_ending.setdefault(ending, []).append(path)
@@ -161,7 +161,7 @@ class _Records:
 class _Parquet:
     """Rows by index; caches the last row groups."""
 
-    def __init__(self, paths: list[Path], field: str, keep: int = 8):
+    def __init__(self, paths: list[File], field: str, keep: int = 8):
         self._paths, self._field, self._keep = paths, field, keep
         self._files = [_parquet_file(path) for path in paths]
         for path, file in zip(paths, self._files, strict=True):
@@ -203,13 +203,15 @@ class _Parquet:
             return self._cache[group]
 
 
-def _parquet_file(path: Path) -> Any:
+def _parquet_file(path: File) -> Any:
     try:
         from pyarrow import parquet as pq
     except ImportError as error:
         raise ImportError('Parquet files need pyarrow: pip install "maxlib[parquet]"') from error
     with _naming(path):
-        file = pq.ParquetFile(path, page_checksum_verification=True)  # few writers write checksums
+        file = pq.ParquetFile(
+            path.open() if isinstance(path, RemoteFile) else path, page_checksum_verification=True
+        )  # few writers write checksums
         _ = file.schema_arrow, file.metadata.num_row_groups  # both are read lazily
         return file
 
