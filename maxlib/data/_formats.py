@@ -14,6 +14,7 @@ import grain
 from maxlib.data._documents import Document, token_ids, with_content
 from maxlib.data._sources import Piece, array_record, jsonl, text_files
 from maxlib.data._storage import File, Paths, RemoteFile, find_files
+from maxlib.data._streams import Stream
 
 
 @runtime_checkable
@@ -70,11 +71,12 @@ def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> gra
     return sources[0] if len(sources) == 1 else grain.MapDataset.concatenate(sources)
 
 
-class HFStream:
+class HFStream(Stream):
     """Documents from a Hugging Face `IterableDataset`, read as a stream. Needs the extra `hf`.
 
         source = HFStream(datasets.load_dataset("name", split="train", streaming=True), field="text")
-        Loader(lambda part: pack(source.map(tokenize_one)[part], length=512), batch_size=8)
+        tokens = tokenize(source, tokenizer)
+        Loader(lambda part: pack(tokens[part], length=512), batch_size=8)
 
     A loader's shards divide the stream's files if their number allows it; otherwise each shard reads the whole stream
     and keeps every n-th record. `epochs=None` repeats forever. Resuming is exact, unless the stream has a shuffle
@@ -83,20 +85,9 @@ class HFStream:
 
     def __init__(self, dataset: Any, *, field: str = "text", epochs: int | None = 1):
         self._dataset, self._field, self._epochs = dataset, field, epochs
-        self._transforms: tuple[Callable[[Document], Document], ...] = ()
 
-    def map(self, transform: Callable[[Document], Document]) -> "HFStream":
-        """Transforms each document of the stream."""
-        new = copy.copy(self)
-        new._transforms = (*self._transforms, transform)
-        return new
-
-    def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
-        """Reads the documents of one of the loader's shards."""
-        dataset: grain.IterDataset = _Stream(self._dataset, self._field, self._epochs, part)
-        for transform in self._transforms:
-            dataset = dataset.map(transform)
-        return dataset
+    def open(self, part: slice) -> grain.IterDataset[Document]:
+        return _Stream(self._dataset, self._field, self._epochs, part)
 
 
 class _Stream(grain.IterDataset):

@@ -1,7 +1,6 @@
 """Mixes several sources into one stream of documents with given weights."""
 
 import math
-import numbers
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import grain
 
 from maxlib._utils.arguments import check_choice
-from maxlib.data._documents import Document
+from maxlib.data._documents import Document, is_weight
 from maxlib.data._reader import CountingIterator
 
 Weights = Mapping[str, float]
@@ -279,18 +278,13 @@ def _checked(weights: Weights, names: tuple[str, ...], *, positive: bool, at: st
     """Returns the weights in the order of the sources."""
     _check_names(f"weights{at}", weights, names)
     missing = [name for name in names if name not in weights]
-    bad = [name for name, weight in weights.items() if not _is_weight(weight) or (positive and weight == 0)]
+    bad = [name for name, weight in weights.items() if not is_weight(weight) or (positive and weight == 0)]
     if missing or bad or not 0 < sum(weights.values()) < math.inf:
         raise ValueError(
             f"weights{at} must name a {'positive' if positive else 'non-negative'} number for every source of {names}, "
             f"not all zero, got {dict(weights)}."
         )
     return {name: float(weights[name]) for name in names}
-
-
-def _is_weight(weight: Any) -> bool:
-    """Returns True for a number that is finite and not negative."""
-    return isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0
 
 
 def _check_names(what: str, values: Mapping[str, Any], names: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import grain
 import numpy as np
 from grain.experimental import (
+    BestFitPackIterDataset,
     ConcatThenSplitIterDataset,
     DatasetOptions,
     FirstFitPackIterDataset,
@@ -28,18 +29,20 @@ if TYPE_CHECKING:
 Overlong = Literal["split", "truncate", "drop", "error"]
 SOURCE_NUMBER = "source_number"
 Policies = Overlong | Mapping[str, Overlong]
+_BINS = {"first_fit": FirstFitPackIterDataset, "best_fit": BestFitPackIterDataset}
 
 
 def pack(
     documents: grain.MapDataset[Document] | grain.IterDataset[Document],
     *,
     length: int,
-    strategy: Literal["first_fit", "concat_then_split"] = "first_fit",
+    strategy: Literal["first_fit", "best_fit", "concat_then_split"] = "first_fit",
     bins: int = 64,
     overlong: Policies = "split",
     images: "Patches | None" = None,
     audio: "Clips | None" = None,
     sources: Sequence[str] | None = None,
+    loss_weights: bool = False,
 ) -> grain.IterDataset[Row]:
     """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`.
 
@@ -60,9 +63,10 @@ def pack(
     Args:
         documents: Documents with `"tokens"`.
         length: Tokens per row.
-        strategy: "first_fit" only splits documents longer than a row. "concat_then_split" only pads the last row, and
-            splits a document at the end of every row.
-        bins: Number of rows that `first_fit` fills at a time; more bins give less padding but a slower restore.
+        strategy: "first_fit" only splits documents longer than a row, and puts each into the first row with room for
+            it. "best_fit" puts it into the row with the least room that it fits (arXiv:2404.10830), which pads less.
+            "concat_then_split" only pads the last row, and splits a document at the end of every row.
+        bins: Number of rows that are filled at a time; more bins give less padding but a slower restore.
         overlong: Policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another
             row, "truncate" keeps the first row, "drop" skips the document, "error" raises an error. For chats use
             "truncate" or "drop": in a second row an answer would be learned without its question. Such documents, and
@@ -72,10 +76,12 @@ def pack(
         audio: The same for clips (`AudioProcessor.blank`).
         sources: Names of sources. Rows then have `"sources"`, the number of each token's source in this list, which
             `training.BySource` reads; 0 on padding. Documents need a `"source"`, as those of a `Mixture` have.
+        loss_weights: True keeps the `"loss_weights"` of documents, the weight of each of their targets in the mean of
+            `training.NextToken`; those of a document without them are 1, and of padding 0.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
-    check_choice("strategy", strategy, ("first_fit", "concat_then_split"))
+    check_choice("strategy", strategy, (*_BINS, "concat_then_split"))
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}.")
     for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
@@ -84,16 +90,19 @@ def pack(
     if sources is not None:
         documents = documents.map(functools.partial(_numbered, names=tuple(sources)))
         lengths["sources"] = length
-    cut = strategy == "first_fit"
+    if loss_weights:
+        lengths["loss_weights"] = length
+    cut = strategy != "concat_then_split"
     if room.sizes and not cut:
         raise ValueError(
-            f"documents with images or audio cannot be split: pack them with strategy='first_fit', not {strategy!r}."
+            "documents with images or audio cannot be split: pack them with strategy='first_fit' or 'best_fit', not "
+            f"{strategy!r}."
         )
-    pieces = _Pieces(_in_order(documents), length, overlong, room, cut=cut)
+    pieces = _Pieces(_in_order(documents), length, overlong, room, cut=cut, weighted=loss_weights)
     if not cut:
         return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
     # The bins count the patches and clips of a row; they are concatenated when it is full.
-    packed = FirstFitPackIterDataset(
+    packed = _BINS[strategy](
         pieces, length_struct=lengths | room.sizes, num_packing_bins=bins, meta_features=room.uncounted
     )
     return packed.map(lambda columns: room.fill(_as_row(columns), columns))
@@ -142,21 +151,27 @@ def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
 class _Pieces(grain.IterDataset):
     """Documents with targets, split into pieces as the policy and the packing require."""
 
-    def __init__(self, parent: grain.IterDataset, length: int, overlong: Policies, room: Room, *, cut: bool):
+    def __init__(
+        self, parent: grain.IterDataset, length: int, overlong: Policies, room: Room, *, cut: bool, weighted: bool
+    ):
         super().__init__(parent)
-        self._length, self._room, self._cut = length, room, cut
+        self._length, self._room, self._cut, self._weighted = length, room, cut, weighted
         self._overlong: Policies = overlong
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _PiecesIterator(iter(self._parent), self._length, self._overlong, self._room, cut=self._cut)
+        return _PiecesIterator(
+            iter(self._parent), self._length, self._overlong, self._room, cut=self._cut, weighted=self._weighted
+        )
 
 
 class _PiecesIterator(CountingIterator):
     """Iterator whose state is the one before the current document, and the number of its pieces already returned."""
 
-    def __init__(self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool):
+    def __init__(
+        self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool, weighted: bool
+    ):
         super().__init__(parent)
-        self._length, self._room, self._cut = length, room, cut
+        self._length, self._room, self._cut, self._weighted = length, room, cut, weighted
         self._overlong: Policies = overlong
         self._pieces: list[Row] = []
         self._returned, self._before = 0, (parent.get_state(), Counter(self.counts))
@@ -187,7 +202,9 @@ class _PiecesIterator(CountingIterator):
             raise ValueError(
                 f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
             )
-        row, source = tokens_and_targets(document), document.get("source")
+        if "loss_weights" in document and not self._weighted:
+            raise ValueError("A document has 'loss_weights': pack it with loss_weights=True, or remove them.")
+        row, source = tokens_and_targets(document, weighted=self._weighted), document.get("source")
         if SOURCE_NUMBER in document:
             row["sources"] = np.full(len(row["tokens"]), document[SOURCE_NUMBER], np.int32)
         if not has_media(document):
@@ -257,8 +274,8 @@ def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterData
 
 def _as_row(packed: Row) -> Row:
     segment_ids = packed["tokens_segment_ids"]
-    sources = {"sources": packed["sources"]} if "sources" in packed else {}
-    return sources | {
+    optional = {name: packed[name] for name in ("sources", "loss_weights") if name in packed}
+    return optional | {
         "tokens": packed["tokens"],
         "targets": np.where(segment_ids == 0, np.int32(-1), packed["targets"]),
         "segment_ids": segment_ids,

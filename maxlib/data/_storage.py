@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from maxlib._utils.files import cache_directory
@@ -22,6 +22,9 @@ class RemoteFile:
     url: str
 
     def __str__(self) -> str:
+        return self.url
+
+    def __fspath__(self) -> str:
         return self.url
 
     @property
@@ -76,8 +79,7 @@ def _local(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        below = ((file, file.relative_to(path).parts) for file in path.rglob("*") if file.is_file())
-        files = [file for file, names in below if not _is_hidden(names)]
+        files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path)]
     else:
         files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
     return sorted(_nonempty(files, path))
@@ -88,16 +90,14 @@ def _remote(url: str) -> list[RemoteFile]:
     store.invalidate_cache()  # others may have written there
     if store.isfile(url):
         return [RemoteFile(url)]
-    if glob.has_magic(url):
-        names = [name for name in store.glob(url) if store.isfile(name)]
-    else:
-        folder = PurePosixPath(store._strip_protocol(url))
-        names = [name for name in store.find(url) if not _is_hidden(PurePosixPath(name).relative_to(folder).parts)]
-    return sorted(RemoteFile(store.unstrip_protocol(name)) for name in _nonempty(names, url))
+    names = [name for name in store.glob(url) if store.isfile(name)] if glob.has_magic(url) else store.find(url)
+    files = [name for name in names if not _is_hidden(PurePosixPath(name), PurePosixPath(url))]
+    return sorted(RemoteFile(store.unstrip_protocol(name)) for name in _nonempty(files, url))
 
 
-def _is_hidden(names: Sequence[str]) -> bool:
-    return any(name.startswith(".") for name in names)
+def _is_hidden(file: PurePath, path: PurePath) -> bool:
+    """Returns True if a name in the path of a file begins with a dot and was not asked for."""
+    return any(name.startswith(".") and name not in path.parts for name in file.parts)
 
 
 def _nonempty(files: list[Any], path: Any) -> list[Any]:
