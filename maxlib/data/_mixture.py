@@ -3,6 +3,7 @@
 import math
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -32,6 +33,10 @@ class Mixture:
     within one document at every moment, in each of the loader's shards. Each document has its source's name under
     `"source"`.
 
+    A run may be resumed with other sources and other weights. A source that stays continues where it was, in the order
+    that it had; a new one begins at its start, and one that returns continues where it was when it left. The shares
+    hold from then on.
+
     Args:
         sources: Documents by name.
         weights: Relative shares by name; default: by size. For a curriculum, a function from the step to shares, which
@@ -41,8 +46,8 @@ class Mixture:
         epochs: Number of times that a source is read, one number or by name; None (the default) repeats forever, unless
             the source itself ends. The share of an exhausted source goes to the others; the mixture ends with the last
             one.
-        seed: Shuffles each source differently in every epoch. None reads sources in order, and warns about those that
-            repeat in the same order.
+        seed: Shuffles each source differently in every epoch, by its name. None reads sources in order, and warns about
+            those that repeat in the same order.
         tokens_per_step: Tokens of one step over all shards, for a curriculum.
 
     Raises:
@@ -75,8 +80,8 @@ class Mixture:
         epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
         _check_names("epochs", epochs, self.names)
         self._sources = {
-            name: _epochs(name, source, epochs.get(name), None if seed is None else seed + i)
-            for i, (name, source) in enumerate(sources.items())
+            name: _epochs(name, source, epochs.get(name), None if seed is None else _seed_of(name, seed))
+            for name, source in sources.items()
         }
         same = [name for name, source in sources.items() if _repeats_in_order(source, epochs.get(name), seed)]
         if same:
@@ -134,6 +139,8 @@ class _MixedIterator(CountingIterator):
         super().__init__(readers)
         self._mixture, self._readers, self._shards = mixture, readers, part.step or 1
         self._credit, self._ended, self._tokens = [0.0] * len(readers), [False] * len(readers), 0
+        self._beginnings = [reader.get_state() for reader in readers]
+        self._absent: dict[str, Any] = {}  # positions of sources that the mixture had before a resume
 
     def __next__(self) -> Document:
         while not all(self._ended):
@@ -154,20 +161,35 @@ class _MixedIterator(CountingIterator):
             "ended": list(self._ended),
             "tokens": self._tokens,
             "counts": [[name, count] for name, count in self.counts.items()],
+            "absent": dict(self._absent),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if state["names"] != list(self._mixture.names):
-            raise ValueError(
-                f"The data state belongs to a mixture of {state['names']}, this one has {list(self._mixture.names)}: "
-                "resume with the same sources in the same order. To stop using a source, give it weight 0 at later "
-                "steps."
-            )
-        for reader, position in zip(self._readers, state["readers"], strict=True):
-            reader.set_state(position)
-        self._credit, self._ended, self._tokens = list(state["credit"]), list(state["ended"]), state["tokens"]
+        names = self._mixture.names
+        credit = dict(zip(state["names"], state["credit"], strict=True))
+        positions = state["absent"] | dict(
+            zip(state["names"], zip(state["readers"], state["ended"], strict=True), strict=True)
+        )
+        self._absent = {name: list(positions[name]) for name in positions if name not in names}
+        for i, name in enumerate(names):
+            position, self._ended[i] = positions.get(name, (self._beginnings[i], False))
+            self._readers[i].set_state(position)
+            self._credit[i] = credit.get(name, 0.0)
+        self._tokens = state["tokens"]
         self.counts.clear()
         self.counts.update(dict(state["counts"]))
+        if set(names) != set(state["names"]):
+            self._balance(state["names"])
+
+    def _balance(self, before: list[str]) -> None:
+        """Spreads what sources that have left were behind, so that the credits add up to zero again."""
+        names = self._mixture.names
+        left, new = ([a for a in xs if a not in ys] for xs, ys in ((before, names), (names, before)))
+        warnings.warn(
+            f"the data state is of a mixture of {before}: {new} are new, and {left} are no longer read", stacklevel=2
+        )
+        rest = sum(self._credit)
+        self._credit = [c - share * rest for c, share in zip(self._credit, self._shares(), strict=True)]
 
     def _shares(self) -> list[float]:
         """Computes each source's share of the next document; zero for an exhausted source."""
@@ -227,6 +249,11 @@ class _Reading(grain.DatasetIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._next = state["next"]
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Returns a source's seed, which other sources do not change."""
+    return (seed + zlib.crc32(name.encode())) % (1 << 32)
 
 
 def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) -> Sliceable:

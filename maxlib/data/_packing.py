@@ -165,7 +165,9 @@ class _Pieces(grain.IterDataset):
 
 
 class _PiecesIterator(CountingIterator):
-    """Iterator whose state is the one before the current document, and the number of its pieces already returned."""
+    """Iterator whose state is the one before the current document, and the number of its pieces already returned; after
+    the last of them it is the one after the document, so that another document may follow a resume.
+    """
 
     def __init__(
         self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool, weighted: bool
@@ -178,13 +180,13 @@ class _PiecesIterator(CountingIterator):
 
     def __next__(self) -> Row:
         while self._returned >= len(self._pieces):
-            self._before = (self._parent.get_state(), Counter(self.counts))
+            self._before = self._position()
             self._pieces, self._returned = self._of(next(self._parent)), 0
         self._returned += 1
         return self._pieces[self._returned - 1]
 
     def get_state(self) -> dict[str, Any]:
-        parent, counts = self._before
+        parent, counts = self._before = self._position()
         return {"parent": parent, "counts": [[name, n] for name, n in counts.items()], "given": self._returned}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -194,6 +196,13 @@ class _PiecesIterator(CountingIterator):
         self._before = (state["parent"], Counter(self.counts))
         self._returned = state["given"]
         self._pieces = self._of(next(self._parent)) if self._returned else []
+
+    def _position(self) -> tuple[Any, Counter[str]]:
+        """Returns the parent's state, and the counts, from which the pieces that are left are made."""
+        if self._returned < len(self._pieces):
+            return self._before
+        self._pieces, self._returned = [], 0
+        return self._parent.get_state(), Counter(self.counts)
 
     def _of(self, document: Document) -> list[Row]:
         """Returns the pieces of a document; one with images or clips stays in one piece."""

@@ -119,7 +119,7 @@ def test_best_fit_pads_less_than_first_fit_and_as_grain_does():
     for strategy in ("first_fit", "best_fit"):
         rows = rows_of(docs, 64, strategy, bins=16)
         padding[strategy] = np.mean([row["segment_ids"] == 0 for row in rows])
-    assert padding["best_fit"] < 0.8 * padding["first_fit"]
+    assert padding["best_fit"] < 0.95 * padding["first_fit"]
     grains = grain.experimental.BestFitPackIterDataset(
         data.in_memory(docs).to_iter_dataset(), length_struct={"tokens": 64}, num_packing_bins=16
     )
