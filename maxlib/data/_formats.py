@@ -6,12 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import grain
 
 from maxlib.data._documents import Document, token_ids, with_content
+from maxlib.data._reader import FromIterators
 from maxlib.data._sources import Piece, array_record, jsonl, text_files
 from maxlib.data._storage import File, Paths, RemoteFile, find_files
 from maxlib.data._streams import Stream
@@ -87,16 +89,7 @@ class HFStream(Stream):
         self._dataset, self._field, self._epochs = dataset, field, epochs
 
     def open(self, part: slice) -> grain.IterDataset[Document]:
-        return _Stream(self._dataset, self._field, self._epochs, part)
-
-
-class _Stream(grain.IterDataset):
-    def __init__(self, dataset: Any, field: str, epochs: int | None, part: slice):
-        super().__init__()
-        self._of = (dataset, field, epochs, part)
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _StreamIterator(*self._of)
+        return FromIterators(partial(_StreamIterator, self._dataset, self._field, self._epochs, part))
 
 
 class _StreamIterator(grain.DatasetIterator):

@@ -5,13 +5,14 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import grain
 
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, is_weight
-from maxlib.data._reader import CountingIterator
+from maxlib.data._reader import CountingIterator, FromIterators
 
 Weights = Mapping[str, float]
 
@@ -94,7 +95,7 @@ class Mixture:
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
         """Reads the documents of one of the loader's shards."""
-        return _MixedDataset(self, part)
+        return FromIterators(partial(_MixedIterator, self, part))
 
     def __repr__(self) -> str:
         return f"Mixture of {', '.join(self.names)}"
@@ -118,15 +119,6 @@ class Mixture:
     def size(self, document: Document) -> int:
         """Returns the size of a document in the unit of the shares."""
         return len(document["tokens"]) if self._by == "tokens" else 1
-
-
-class _MixedDataset(grain.IterDataset):
-    def __init__(self, mixture: Mixture, part: slice):
-        super().__init__()
-        self._mixture, self._part_of = mixture, part
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _MixedIterator(self._mixture, self._part_of)
 
 
 class _MixedIterator(CountingIterator):

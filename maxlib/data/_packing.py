@@ -20,7 +20,7 @@ from jaxtyping import Int32
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 from maxlib.data._padding import Room, fits, has_media, misfit
-from maxlib.data._reader import CountingIterator
+from maxlib.data._reader import CountingIterator, FromIterators
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -98,7 +98,12 @@ def pack(
             "documents with images or audio cannot be split: pack them with strategy='first_fit' or 'best_fit', not "
             f"{strategy!r}."
         )
-    pieces = _Pieces(_in_order(documents), length, overlong, room, cut=cut, weighted=loss_weights)
+    ordered = _in_order(documents)
+
+    def open_pieces() -> grain.DatasetIterator:
+        return _PiecesIterator(iter(ordered), length, overlong, room, cut=cut, weighted=loss_weights)
+
+    pieces = FromIterators(open_pieces)
     if not cut:
         return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
     # The bins count the patches and clips of a row; they are concatenated when it is full.
@@ -148,24 +153,10 @@ def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
     )
 
 
-class _Pieces(grain.IterDataset):
-    """Documents with targets, split into pieces as the policy and the packing require."""
-
-    def __init__(
-        self, parent: grain.IterDataset, length: int, overlong: Policies, room: Room, *, cut: bool, weighted: bool
-    ):
-        super().__init__(parent)
-        self._length, self._room, self._cut, self._weighted = length, room, cut, weighted
-        self._overlong: Policies = overlong
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _PiecesIterator(
-            iter(self._parent), self._length, self._overlong, self._room, cut=self._cut, weighted=self._weighted
-        )
-
-
 class _PiecesIterator(CountingIterator):
-    """Iterator whose state is the one before the current document, and the number of its pieces already returned; after
+    """Iterator over documents with targets, split into pieces as the policy and the packing require.
+
+    Its state is the one before the current document, and the number of its pieces already returned; after
     the last of them it is the one after the document, so that another document may follow a resume.
     """
 

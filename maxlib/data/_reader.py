@@ -16,6 +16,17 @@ import grain
 import numpy as np
 
 
+class FromIterators(grain.IterDataset):
+    """A dataset whose iterators `make` creates."""
+
+    def __init__(self, make: Callable[[], grain.DatasetIterator]):
+        super().__init__()
+        self._make = make
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return self._make()
+
+
 class CountingIterator(grain.DatasetIterator):
     """An iterator stage that counts. `counts` is part of its state, so a resumed run continues the count."""
 

@@ -5,13 +5,15 @@ import io
 import json
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Self
+from typing import Any
 
 import grain
 import numpy as np
 
 from maxlib.data._documents import Document
+from maxlib.data._reader import FromIterators
 from maxlib.data._storage import File, Paths, find_files
 
 _NAMES = {"txt": "text", "npy": "tokens"} | dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image")
@@ -23,7 +25,7 @@ class Stream:
 
     _transforms: tuple[Callable[[Document], Any], ...] = ()
 
-    def map(self, transform: Callable[[Document], Any]) -> Self:
+    def map(self, transform: Callable[[Document], Any]) -> "Stream":
         """Transforms each document of the stream."""
         new = copy.copy(self)
         new._transforms = (*self._transforms, transform)
@@ -70,7 +72,7 @@ class WebDataset(Stream):
         self._files, self._epochs, self._seed = find_files(paths), epochs, seed
 
     def open(self, part: slice) -> grain.IterDataset[Document]:
-        return _Tars(self, part)
+        return FromIterators(partial(_TarIterator, self, part))
 
     def files_of(self, part: slice, epoch: int) -> tuple[list[File], slice]:
         """Returns a shard's files in an epoch, and which of their samples it keeps."""
@@ -85,15 +87,6 @@ class WebDataset(Stream):
     def is_over(self, epoch: int) -> bool:
         """Returns True after the last epoch."""
         return self._epochs is not None and epoch >= self._epochs
-
-
-class _Tars(grain.IterDataset):
-    def __init__(self, source: WebDataset, part: slice):
-        super().__init__()
-        self._of = source, part
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _TarIterator(*self._of)
 
 
 class _TarIterator(grain.DatasetIterator):
@@ -183,6 +176,10 @@ class _TarReader:
             self._tar.members = []  # which would grow with the file
             if member.isfile() and all(_split(member.name)):
                 return member
+        # The module tarfile takes a damaged header for the end, which is a block of zeros.
+        self._opened.seek(self._tar.offset)
+        if self._opened.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"there is no file and no end at byte {self._tar.offset}")
         return None
 
     def _damaged(self, error: Exception) -> ValueError:

@@ -1,11 +1,13 @@
 """Worker processes that read and transform documents, in the same order as without them."""
 
+from functools import partial
 from typing import Any
 
 import grain
 
 from maxlib.data._bad_records import is_guarded
 from maxlib.data._documents import Document
+from maxlib.data._reader import FromIterators
 
 
 def in_workers(
@@ -34,16 +36,7 @@ def in_workers(
             "Bad records are counted in one process: let the transformations in workers return None for what they skip, "
             "or read SkipBadRecords.guard without in_workers."
         )
-    return _InWorkers(documents, num_workers, buffer)
-
-
-class _InWorkers(grain.IterDataset):
-    def __init__(self, documents: grain.MapDataset, num_workers: int, buffer: int):
-        super().__init__()
-        self._of = documents, num_workers, buffer
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _WorkersIterator(*self._of)
+    return FromIterators(partial(_WorkersIterator, documents, num_workers, buffer))
 
 
 class _WorkersIterator(grain.DatasetIterator):
@@ -77,6 +70,10 @@ class _WorkersIterator(grain.DatasetIterator):
         boxes = _Boxed(self._documents[self._next :])
         dataset = boxes.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         if self._num_workers:
+            from absl import flags
+
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # grain asks for its own when it starts processes
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._num_workers, self._buffer))
         return iter(dataset)
 

@@ -1,5 +1,6 @@
 """Tar files in the format of WebDataset: every sample once, in order, by shard, and resumed in the middle of a file."""
 
+import gzip
 import io
 import json
 import tarfile
@@ -127,7 +128,8 @@ def test_a_stream_is_tokenized_and_mixed(folder):
 def test_damage_is_named(folder, tmp_path):
     path = tmp_path / "bad.tar"
     whole = (folder / "0.tar").read_bytes()
-    for damaged in (b"no tar file" * 100, whole[:1200], b"", __import__("gzip").compress(whole)):
+    cut = (whole[:700], whole[:1200], whole[:4096], whole[:1024] + b"x" * 512 + whole[1536:])
+    for damaged in (b"no tar file" * 100, b"", gzip.compress(whole), *cut):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"bad\.tar: this is no tar file, a compressed or a damaged one"):
             list(data.WebDataset(path)[:])

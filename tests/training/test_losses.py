@@ -39,7 +39,7 @@ def test_sums_over_targets_with_everything_on():
 
 
 def _weighted():
-    batch = tiny.batch(4, uneven=True)
+    batch = jax.tree.map(jnp.asarray, tiny.batch(4, uneven=True))
     weights = np.random.default_rng(1).uniform(0, 3, batch["targets"].shape).astype(np.float32)
     weights[2, :4] = 0
     return batch, weights
@@ -49,8 +49,9 @@ def test_weights_of_targets_make_a_weighted_mean():
     model, (batch, weights) = tiny.model(), _weighted()
     hidden = np.asarray(model(batch["tokens"], dtype=jnp.float32).hidden, np.float64)
     logits = hidden @ np.asarray(model.head_weight(), np.float64).T
-    log_prob = np.take_along_axis(logits, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
-    nll, learned = np.log(np.exp(logits).sum(-1)) - log_prob, batch["targets"] >= 0
+    targets = np.asarray(batch["targets"])
+    log_prob = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    nll, learned = np.log(np.exp(logits).sum(-1)) - log_prob, targets >= 0
     metrics = []
     for microbatches in (1, 2):
         step = training.make_train_step(training.NextToken(), SGD, dtype=jnp.float32, microbatches=microbatches)
