@@ -1,5 +1,6 @@
 """Sources in an object store are those on a disk: fsspec's memory, and an emulated bucket."""
 
+import socket
 import struct
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 
 from maxlib import data
 from maxlib.data import _storage
+from tests.checkpoint import gs_emulator
 from tests.data.corpus import documents
 from tests.data.test_megatron import corpus, write
 
@@ -121,29 +123,43 @@ def test_a_bad_byte_in_a_bucket_is_named(memory):
         data.text_files(f"{memory}/bad.txt", document="line")
 
 
-@pytest.mark.full
-def test_in_an_emulated_bucket(folder, monkeypatch):
-    pytest.importorskip("s3fs")
+def _s3(monkeypatch):
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    monkeypatch.setenv("MAXLIB_CACHE", str(folder / "cache"))
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}",
-        "AWS_ACCESS_KEY_ID": "none",
-        "AWS_SECRET_ACCESS_KEY": "none",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.get_host_and_port()[1]}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+    return server.stop
+
+
+def _gs(monkeypatch):
+    pytest.importorskip("gcp_storage_emulator")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in gs_emulator.clients(port).items():
         monkeypatch.setenv(name, value)
+    gs_emulator.start(port)
+    return lambda: None  # its threads end with the process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("scheme", "package", "serve"), [("s3", "s3fs", _s3), ("gs", "gcsfs", _gs)])
+def test_in_an_emulated_bucket(folder, monkeypatch, scheme, package, serve):
+    pytest.importorskip(package)
+    monkeypatch.setenv("MAXLIB_CACHE", str(folder / "cache"))
+    stop = serve(monkeypatch)
     try:
-        store = fsspec.filesystem("s3", skip_instance_cache=True)
-        store.mkdir("bucket")
+        store = fsspec.filesystem(scheme, skip_instance_cache=True)
         for path in folder.rglob("*"):
             if path.is_file() and "cache" not in path.parts:
                 store.pipe_file(f"bucket/{path.relative_to(folder)}", path.read_bytes())
         for source in SOURCES.values():
-            same(source("s3://bucket"), source(str(folder)))
+            same(source(f"{scheme}://bucket"), source(str(folder)))
     finally:
-        server.stop()
+        stop()
 
 
 def test_a_megatron_index_is_read_by_ranges(memory, monkeypatch):

@@ -47,6 +47,7 @@ def test_order_and_state_are_those_without_workers():
     resumed.close()
 
 
+@pytest.mark.full
 def test_two_workers_share_the_documents():
     reading = iter(data.in_workers(source(), 2))
     plain = iter(data.in_workers(source(), 0))
@@ -67,6 +68,7 @@ def test_without_workers_documents_are_those_of_the_dataset():
     assert ours == [d["tokens"][0] for d in finite if d is not None]
 
 
+@pytest.mark.full
 def test_an_error_in_a_worker_arrives():
     reading = data.in_workers(data.in_memory(documents(8)).map(failing), 1)
     with pytest.raises(ValueError, match="no fives"):
