@@ -1,8 +1,11 @@
 """Sources in an object store are those on a disk: fsspec's memory, and an emulated bucket."""
 
+import contextlib
 import socket
 import struct
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -141,8 +144,14 @@ def _gs(monkeypatch):
         port = free.getsockname()[1]
     for name, value in gs_emulator.clients(port).items():
         monkeypatch.setenv(name, value)
-    gs_emulator.start(port)
-    return lambda: None  # its threads end with the process
+    # Its threads would keep this process alive.
+    serve = f"from tests.checkpoint import gs_emulator; gs_emulator.start({port})"
+    process = subprocess.Popen([sys.executable, "-c", serve], cwd=Path(__file__).parents[2])
+    for _ in range(300):
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
+            break
+        time.sleep(0.1)
+    return process.kill
 
 
 @pytest.mark.full
