@@ -302,7 +302,7 @@ def _array_record_file(path: File, decode: Callable) -> grain.MapDataset[Documen
     )
 
 
-def _decode_record(index: int, data: bytes, *, path: Path, decode: Callable, count: int) -> Document:
+def _decode_record(index: int, data: bytes, *, path: File, decode: Callable, count: int) -> Document:
     return decode(data, path=f"{path}: record {index % count}", start=0)
 
 

@@ -173,7 +173,7 @@ class _TarReader:
     def _member(self) -> tarfile.TarInfo | None:
         """Returns the next file that belongs to a sample."""
         while (member := self._tar.next()) is not None:
-            self._tar.members = []  # which would grow with the file
+            self._tar.members.clear()  # which would grow with the file  # pyright: ignore[reportAttributeAccessIssue]
             if member.isfile() and all(_split(member.name)):
                 return member
         # The module tarfile takes a damaged header for the end, which is a block of zeros.

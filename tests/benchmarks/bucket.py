@@ -102,7 +102,7 @@ def waits(kind: str, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Time that training waits for a bucket.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--latency", type=float, default=0.05)
     parser.add_argument("--format", choices=("numpy", "webdataset"))
