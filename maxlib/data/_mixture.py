@@ -176,7 +176,8 @@ class _MixedIterator(CountingIterator):
     def _balance(self, before: list[str]) -> None:
         """Spreads what sources that have left were behind, so that the credits add up to zero again."""
         names = self._mixture.names
-        left, new = ([a for a in xs if a not in ys] for xs, ys in ((before, names), (names, before)))
+        new = [name for name in names if name not in before]
+        left = [name for name in before if name not in names]
         warnings.warn(
             f"the data state is of a mixture of {before}: {new} are new, and {left} are no longer read", stacklevel=2
         )

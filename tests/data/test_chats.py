@@ -72,6 +72,7 @@ def test_turns_have_weights(tokenizer, template):
         turn = document["targets"][at & (document["loss_weights"] == weight)].tolist()
         assert tokenizer.decode(turn, skip_special_tokens=False) == text
     assert set(document["loss_weights"][~at]) == {0}
+    chat[0]["weight"] = None
     chat[1]["weight"] = 0
     assert learned(tokenizer, tokenized(tokenizer, template, chat, turn_weights=True)) == "日本語 ok</s>"
     assert set(tokenized(tokenizer, template, turn_weights=True)["loss_weights"].tolist()) == {0, 1}
