@@ -11,6 +11,7 @@ import numpy as np
 from maxlib.data._documents import Document, Row
 from maxlib.data._storage import as_file, read_range, size_of
 from maxlib.data._token_files import TokenFile
+from maxlib.data._tokenize import end_ids
 
 _HEADER = b"MMIDIDX\x00\x00"
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -70,6 +71,7 @@ def megatron_samples(
         raise ValueError(f"length and num_samples must be at least 1, got {length} and {num_samples}.")
     if part not in _PARTS or not 1 <= len(split) <= 3 or min(split) < 0 or not sum(split) > 0:
         raise ValueError(f"split must have up to three shares and part be one of {_PARTS}, got {split} and {part!r}.")
+    end_ids(None, eod_id)  # raises for what is no token id
     shares = np.pad(np.array(split, np.float64), (0, 3 - len(split)))
     bounds = np.concatenate([[0.0], np.cumsum(shares / shares.sum())])[_PARTS.index(part) :][:2]
 

@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from maxlib.data._documents import Document
+from maxlib.data._documents import Document, token_ids
 from maxlib.data._reader import FromIterators
 from maxlib.data._storage import File, Paths, find_files
 
@@ -197,17 +197,19 @@ def _decoded(sample: dict[str, Any]) -> Document:
     document = {}
     for name, data in sample.items():
         try:
-            document[_NAMES.get(name, name)] = _value(name.rpartition(".")[2], data) if name != "record" else data
+            document[_NAMES.get(name, name)] = _value(name, data) if name != "record" else data
         except (ValueError, OSError, EOFError, RecursionError) as error:
             raise ValueError(f"{sample['record']}: the file {name!r} cannot be decoded: {error}") from error
     return document
 
 
-def _value(ending: str, data: bytes) -> Any:
+def _value(name: str, data: bytes) -> Any:
+    ending = name.rpartition(".")[2]
     if ending == "json":
         return json.loads(data)
     if ending == "npy":
-        return np.load(io.BytesIO(data), allow_pickle=False)
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+        return token_ids(array, "The array") if name == ending else array
     kind = _NAMES.get(ending)
     if kind == "text":
         return data.decode()

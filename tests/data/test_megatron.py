@@ -22,7 +22,7 @@ GOLDEN = [
 
 def write(prefix: Path, documents: list[np.ndarray], *, kind: type = np.uint16) -> str:
     """Writes a pair by the description of the format."""
-    codes = {np.uint16: 8, np.int32: 4}
+    codes = {np.uint16: 8, np.int32: 4, np.int64: 5}
     lengths = [len(document) for document in documents]
     starts = np.cumsum([0, *lengths[:-1]]) * kind().itemsize
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, codes[kind], len(documents), len(documents) + 1)
