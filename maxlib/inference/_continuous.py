@@ -1,26 +1,25 @@
 """Continuous batching (Orca, Yu et al. 2022): a batch of slots; when a row ends, its slot gets the next prompt."""
 
-import asyncio
 import collections
 import contextlib
 import contextvars
 import dataclasses
 import functools
 import itertools
-import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from maxlib import nn
 from maxlib.inference._arguments import Ids, Prompts, StopIds, check_limits, check_prompts, check_stop, integer
-from maxlib.inference._engine import Completion, FinishReason
+from maxlib.inference._drafts import NGrams, check_drafter, check_rewinds
+from maxlib.inference._engine import Completion
 from maxlib.inference._generate import (
     Audio,
     Generator,
@@ -32,7 +31,17 @@ from maxlib.inference._generate import (
     right_padded,
     shared_capacity,
 )
-from maxlib.inference._ngrams import NGrams
+from maxlib.inference._requests import (
+    SHORTEST_PREFIX,
+    LogitsProcessor,
+    Request,
+    common_length,
+    features_of,
+    have_equal_prompts,
+    inputs_by_prompt,
+    power_of_two,
+    settings_of,
+)
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 from maxlib.inference._slots import (
     Caches,
@@ -40,7 +49,6 @@ from maxlib.inference._slots import (
     Features,
     History,
     Making,
-    Settings,
     Slots,
     empty_slots,
     extend,
@@ -52,118 +60,6 @@ from maxlib.inference._slots import (
     take_row,
 )
 from maxlib.inference._text import StopTexts
-
-LogitsProcessor = Callable[["Request"], Float[np.ndarray, " V"]]
-_SHORTEST_PREFIX = 16  # tokens that are worth copying instead of computing them
-
-
-class Request:
-    """A completion in progress, made by `LocalEngine.submit`.
-
-    Iterate over it for its tokens as they are drawn, with `for` or `async for`; `result` waits for its end.
-
-    Attributes:
-        prompt: Ids of the prompt.
-        tokens: Ids drawn so far.
-        log_probs: Their log-probabilities, as in `Completion`.
-        best: For each of them the best tokens and their log-probabilities, best first; empty without `alternatives`.
-        finish_reason: None until it has ended.
-        cached: Number of tokens of the prompt that did not have to be computed.
-    """
-
-    def __init__(
-        self,
-        engine: "LocalEngine",
-        prompt: list[int],
-        inputs: dict[str, Any],
-        limit: int,
-        key: np.ndarray,
-        sampler: Sampler,
-        stop_token_ids: frozenset[int],
-        stop_texts: StopTexts | None,
-        processors: tuple[LogitsProcessor, ...],
-        alternatives: int,
-    ):
-        self._engine, self.prompt, self._inputs, self._limit, self._key = engine, prompt, inputs, limit, key
-        self._sampler, self._stop, self._stop_texts = sampler, stop_token_ids, stop_texts
-        self._processors, self._alternatives = processors, alternatives
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.best: list[tuple[list[int], list[float]]] = []
-        self.finish_reason: FinishReason | None = None
-        self.cached = 0
-        self._issued = 0  # number of draws started for it; their tokens arrive later
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self._notify: Callable[[], Any] | None = None
-        self._ngrams: NGrams | None = None
-
-    @property
-    def done(self) -> bool:
-        """Returns whether it has ended, was cancelled or failed."""
-        return self.finish_reason is not None or self._error is not None
-
-    def cancel(self) -> None:
-        """Ends it without a result; its slot is free in the next step."""
-        self._cancelled = True
-
-    def result(self) -> Completion:
-        """Runs the engine until this completion has ended, and returns it.
-
-        Raises:
-            RuntimeError: when it was cancelled.
-        """
-        collections.deque(self, maxlen=0)
-        assert self.finish_reason is not None
-        return Completion(self.tokens, self.log_probs, self.finish_reason, self._sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yields tokens; runs the engine, with all its requests, while there is no new one."""
-        for count in itertools.count():
-            while len(self.tokens) <= count and not self.done:
-                self._engine.step()
-            if self._error is not None:
-                raise self._error
-            if len(self.tokens) <= count:
-                return
-            yield self.tokens[count]
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        """Yields tokens, while a thread runs the engine. A request whose iterator is closed is cancelled."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        self._notify = functools.partial(loop.call_soon_threadsafe, news.set)
-        self._engine.run_in_background()
-        try:
-            for count in itertools.count():
-                while len(self.tokens) <= count and not self.done:
-                    news.clear()
-                    if len(self.tokens) <= count and not self.done:  # both may have changed before `clear`
-                        await news.wait()
-                if self._error is not None:
-                    raise self._error
-                if len(self.tokens) <= count:
-                    return
-                yield self.tokens[count]
-        finally:
-            self.cancel()
-
-    def _add(self, token: int, log_prob: float) -> None:
-        """Appends a token, which may be the last one."""
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        if token in self._stop or (self._stop_texts is not None and self._stop_texts.end(self.tokens)):
-            self.finish_reason = "stop"
-        elif len(self.tokens) == self._limit:
-            self.finish_reason = "length"
-
-    def _tell(self) -> None:
-        if self._notify is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._notify()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self._tell()
 
 
 @dataclasses.dataclass
@@ -263,9 +159,9 @@ class LocalEngine:
         self._splits = not needs_length and not any(mask.prefix for mask in getattr(model, "masks", ()))
         self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
         if self.num_drafts:
-            _check_drafter(model, drafter, self.num_drafts)
+            check_drafter(model, drafter, self.num_drafts)
             self._drafter = None if isinstance(drafter, str) else cast_matrices(nn.unstack(drafter), dtype)
-            self._check_rewinds(needs_length)
+            check_rewinds(model, self._cache_shapes(self.num_drafts), needs_length=needs_length)
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
         self.num_steps, self.num_drafted, self.num_accepted = 0, 0, 0
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()  # other threads may submit
@@ -297,18 +193,6 @@ class LocalEngine:
         """Returns the shapes of the caches of one row, in which all rings are shorter than the text."""
         caches = jax.eval_shape(lambda: self._making(1 << 20, num_drafts).caches(self.generator.model, 1))
         return [cache for cache in (caches.model, caches.mtp) if cache is not None]
-
-    def _check_rewinds(self, needs_length: bool) -> None:
-        """Raises ValueError if a rejected draft cannot be removed from the caches."""
-        name, layers = type(self.generator.model).__name__, [c.layers for c in self._cache_shapes(self.num_drafts)]
-        if needs_length:
-            raise ValueError(f"{name} rotates by the length of the text so far, which a rejected draft makes wrong")
-        if not all(map(nn.cache.can_rewind, layers)):
-            kinds = {type(cache).__name__ for cache in nn.cache.layer_caches(layers)}
-            raise ValueError(
-                f"{name} has layers that only keep a state ({', '.join(sorted(kinds))}), from which a rejected draft "
-                "cannot be removed: generate without drafts"
-            )
 
     def update(self, weights: Any) -> None:
         """Replaces weights as `Generator.update` does; compiled programs stay in use.
@@ -392,7 +276,7 @@ class LocalEngine:
                 when the model does not read images or audio, or when they and their placeholders do not match.
         """
         texts, count = check_prompts(prompts, self.generator.vocab), integer("num_samples", num_samples)
-        images, audio = (_of_prompts("images", images, len(texts)), _of_prompts("audio", audio, len(texts)))
+        images, audio = (inputs_by_prompt("images", images, len(texts)), inputs_by_prompt("audio", audio, len(texts)))
         limits = check_limits(max_new_tokens, len(texts))
         inputs = [
             check_inputs(self.generator.model, ids[None], seen, heard)
@@ -483,7 +367,7 @@ class LocalEngine:
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
         with self._turns:
-            scores = score_tokens(model, tokens, valid, alternatives=_power(count), dtype=self.generator.dtype)
+            scores = score_tokens(model, tokens, valid, alternatives=power_of_two(count), dtype=self.generator.dtype)
         log_probs, best, best_log_probs = (np.asarray(x)[: len(text) - 1] for x in scores)
         best, best_log_probs = best[:, :count].tolist(), best_log_probs[:, :count].tolist()
         return log_probs.tolist(), list(zip(best, best_log_probs, strict=True))
@@ -640,7 +524,7 @@ class LocalEngine:
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         oldest = min(free, key=lambda slot: self._last_use[slot])
         last = self._prompt
-        if last is not None and _have_equal_prompts(last.request, request):
+        if last is not None and have_equal_prompts(last.request, request):
             return dataclasses.replace(last, request=request, slot=oldest)
         source, length = self._longest_prefix(request) if self.reuse else (0, 0)
         if not length:
@@ -676,13 +560,13 @@ class LocalEngine:
             if row is None or row._inputs:
                 continue
             cached = row.prompt + row.tokens[:-1]  # the last token has not been run
-            length = _common_length(cached, request.prompt)
+            length = common_length(cached, request.prompt)
             if self._rewinds:
                 # The hidden state of the last one is needed, and the MTP module also read the token after each one.
                 length = min(length - self._mtp, len(request.prompt) - 1)
             elif self._rows[slot] is not None or length < len(cached) or length == len(request.prompt):
                 continue  # a state is that of all its tokens
-            if length >= max(best[1] + 1, _SHORTEST_PREFIX):
+            if length >= max(best[1] + 1, SHORTEST_PREFIX):
                 best = (slot, length)
         return best
 
@@ -738,7 +622,7 @@ class LocalEngine:
             request._key,
             slot,
             prompt,
-            _settings([request], vocab),
+            settings_of([request], vocab),
             self._bias([request]),
             features=self._features_of([request]),
             impl=self._impl,
@@ -761,7 +645,7 @@ class LocalEngine:
             np.array([row is not None for row in rows]),
             drafts,
             num_drafts,
-            _settings(rows, self.generator.vocab),
+            settings_of(rows, self.generator.vocab),
             bias,
             features=self._features_of(rows),
             dtype=self.generator.dtype,
@@ -778,7 +662,7 @@ class LocalEngine:
         """Returns what a step must compute: also what earlier rows needed, so that a mixture of rows has few programs,
         until the engine is idle.
         """
-        self._features |= _features(rows)
+        self._features |= features_of(rows)
         return self._features
 
     def _drafts(self, rows: Sequence[Request | None]) -> tuple[np.ndarray | None, np.ndarray]:
@@ -847,86 +731,6 @@ class LocalEngine:
             if row is not None and not row.done:
                 row._fail(error)
         self._reset()
-
-
-def _of_prompts(name: str, inputs: Any, count: int) -> Sequence[Any]:
-    """Returns the images or clips of each prompt; raises ValueError unless it is a list of as many."""
-    if inputs is None:
-        return [None] * count
-    if not isinstance(inputs, Sequence) or len(inputs) != count:
-        got = f"{len(inputs)} of them" if isinstance(inputs, Sequence) else type(inputs).__name__
-        raise ValueError(
-            f"{name} must be a list with the {name} of each of the {count} prompts (None for a prompt without), got {got}"
-        )
-    return inputs
-
-
-def _settings(rows: Sequence[Request | None], vocab: int) -> Settings:
-    """Returns the settings of rows as arrays; slots without a row are greedy."""
-    samplers = [GREEDY if row is None else row._sampler for row in rows]
-    log_min_p = [-math.inf if sampler.min_p is None else math.log(sampler.min_p) for sampler in samplers]
-    penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers]
-    return Settings(
-        temperature=jnp.asarray([sampler.temperature for sampler in samplers], jnp.float32),
-        top_k=jnp.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], jnp.int32),
-        top_p=jnp.asarray([sampler.top_p or 1.0 for sampler in samplers], jnp.float32),
-        log_min_p=jnp.asarray(log_min_p, jnp.float32),
-        penalties=jnp.asarray(penalties, jnp.float32),
-    )
-
-
-def _features(rows: Sequence[Request | None]) -> Features:
-    """Returns what a step of these rows must compute."""
-    requests = [row for row in rows if row is not None]
-    samplers = [row._sampler for row in requests if row._sampler.temperature > 0]
-    return Features(
-        samples=bool(samplers),
-        top_k=_power(max((sampler.top_k or 0 for sampler in samplers), default=0)),
-        top_p=any((sampler.top_p or 1.0) < 1 for sampler in samplers),
-        min_p=any(sampler.min_p is not None for sampler in samplers),
-        alternatives=_power(max((row._alternatives for row in requests), default=0)),
-    )
-
-
-def _power(number: int) -> int:
-    """Rounds a number up to a power of two, so that similar ones share a program; 0 stays 0."""
-    return 1 << (number - 1).bit_length() if number else 0
-
-
-def _check_drafter(model: Any, drafter: Any, num_drafts: int) -> None:
-    """Raises ValueError if there is no such source of drafts for the model."""
-    if drafter == "ngram":
-        return
-    if isinstance(drafter, str):
-        if drafter != "mtp" or num_drafts != 1:
-            raise ValueError(
-                f'drafter must be "ngram", "mtp" with num_drafts=1, or a model, got {drafter!r} with {num_drafts}'
-            )
-        if not isinstance(model, nn.mtp.SupportsDrafting):
-            raise ValueError(
-                f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; pass "
-                "drafter=, a model that drafts for it"
-            )
-        return
-    if not isinstance(drafter, nn.mtp.Drafter):
-        raise ValueError(
-            f"drafter must have the methods of nn.mtp.Drafter, as a gemma4_assistant does, got {type(drafter).__name__}"
-        )
-    drafter.check_target(model)
-
-
-def _have_equal_prompts(a: Request, b: Request) -> bool:
-    same_inputs = a._inputs is b._inputs or not (a._inputs or b._inputs)
-    return same_inputs and a.prompt == b.prompt
-
-
-def _common_length(a: list[int], b: list[int]) -> int:
-    """Returns the number of tokens that two texts have in common at their beginning."""
-    if a[:_SHORTEST_PREFIX] != b[:_SHORTEST_PREFIX]:  # most often
-        return 0
-    size = min(len(a), len(b))
-    differs = np.asarray(a[:size]) != np.asarray(b[:size])
-    return int(differs.argmax()) if differs.any() else size
 
 
 def _bucket(length: int) -> int:

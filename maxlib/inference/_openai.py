@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from maxlib.inference._continuous import LocalEngine, LogitsProcessor, Request
+from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._openai_fields import BadRequest, ChatFields, CompletionFields, Fields
 from maxlib.inference._processors import Grammar, LogitBias
+from maxlib.inference._requests import LogitsProcessor, Request
 from maxlib.inference._text import TextWriter, overlap
 from maxlib.inference._tool_calls import CALL_MARKERS, ToolCall, ToolFormat, parse_tool_calls, tool_call_format
 from maxlib.tokenization import ChatTemplate
