@@ -31,43 +31,54 @@ from maxlib.inference._generate import (
     right_padded,
     shared_capacity,
 )
+from maxlib.inference._pages import NOWHERE, Blocks, Caches, Making, Paging, read_row, table_of, with_blocks
 from maxlib.inference._requests import (
     SHORTEST_PREFIX,
     LogitsProcessor,
     Request,
     common_length,
     features_of,
-    have_equal_prompts,
+    have_equal_inputs,
     inputs_by_prompt,
     power_of_two,
     settings_of,
 )
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 from maxlib.inference._slots import (
-    Caches,
     Draws,
     Features,
     History,
-    Making,
     Slots,
     empty_slots,
     extend,
-    grown,
     insert,
     prefill,
     score_tokens,
     step,
-    take_row,
 )
 from maxlib.inference._text import StopTexts
 
 
 @dataclasses.dataclass
 class _Prefill:
-    """A prompt that is being computed, chunk by chunk."""
+    """A text that is being computed, chunk by chunk: a prompt, and what was drawn of it before its blocks were needed.
+
+    Attributes:
+        request: Whose text it is.
+        text: The text.
+        slot: The slot that it will have.
+        shared: Blocks that have its beginning.
+        num_blocks: Number of blocks for which `caches` has room.
+        caches: Caches of one row.
+        hidden: Hidden state of its last token.
+        num_done: Number of tokens computed.
+    """
 
     request: Request
+    text: list[int]
     slot: int
+    shared: list[int]
+    num_blocks: int
     caches: Caches | None = None
     hidden: Any = None
     num_done: int = 0
@@ -103,6 +114,9 @@ class LocalEngine:
     prompt is reused: a common system prompt, or the turns of a conversation so far. Samples of a row only depend on its
     key, not on its slot, other rows or reuse. To run on several devices, call it inside `sharding.use(layout)`.
 
+    Rows take memory in blocks of 64 tokens as they grow, and share those of a common beginning. While there is no free
+    block, requests wait; when a row needs one, the newest row gives back its blocks and is computed again later.
+
         engine = inference.LocalEngine(model, slots=4)
         groups = engine.generate([[1, 2, 3], [4, 5]], num_samples=2, max_new_tokens=2)  # two of each prompt
         request = engine.submit([1, 2, 3], max_new_tokens=2)  # runs beside other requests
@@ -112,8 +126,9 @@ class LocalEngine:
     Args:
         model: Any `nn.Model`.
         slots: Number of rows decoded at once.
-        capacity: Maximum number of tokens in a slot, including the prompt; by default as many as its requests need,
-            rounded up: slots grow when a longer request arrives.
+        capacity: Maximum number of tokens in a row, including the prompt; by default as many as its requests need.
+        cache_tokens: Number of tokens for which there is memory, of running rows and of texts kept for reuse; by
+            default as many as `slots` rows of the longest request need, and more when a longer one arrives.
         chunk: Number of tokens of prompts computed between two decoding steps. Longer prompts are computed in chunks,
             so that running rows need not wait for them.
         reuse: False computes every prompt anew, except for completions of one prompt.
@@ -139,6 +154,7 @@ class LocalEngine:
         *,
         slots: SupportsIndex = 8,
         capacity: SupportsIndex | None = None,
+        cache_tokens: SupportsIndex | None = None,
         chunk: SupportsIndex = 512,
         reuse: bool = True,
         num_drafts: SupportsIndex = 0,
@@ -163,6 +179,10 @@ class LocalEngine:
             self._drafter = None if isinstance(drafter, str) else cast_matrices(nn.unstack(drafter), dtype)
             check_rewinds(model, self._cache_shapes(self.num_drafts), needs_length=needs_length)
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
+        self._block = Paging.of(model, self._making(1 << 20)).block
+        self.cache_tokens = None if cache_tokens is None else integer("cache_tokens", cache_tokens, least=self._block)
+        if self.cache_tokens is not None:
+            self.cache_tokens -= self.cache_tokens % self._block
         self.num_steps, self.num_drafted, self.num_accepted = 0, 0, 0
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()  # other threads may submit
         self._turns = _Turns()
@@ -175,23 +195,27 @@ class LocalEngine:
         """Empties all slots and queues."""
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: list[Request | None] = [None] * self.slots
-        self._cached: list[Request | None] = [None] * self.slots  # whose tokens the slots' caches hold
+        self._cached: list[Request] = []  # rows whose tokens blocks hold, the least recently used first
+        self._owners: list[Request | None] = [None] * self.slots  # whose state a slot holds
         self._last_use = [0] * self.slots
         self._clock = itertools.count(1)
         self._job: _Prefill | None = None
         self._prompt: _Prefill | None = None  # the last prompt that was computed
-        self._size = 0  # tokens of a slot
+        self._size = 0  # maximum number of tokens in a row
+        self._blocks = Blocks()
+        self._paging: Paging | None = None
         self._state: Slots | None = None
         self._features = Features()
         self._pending: collections.deque[tuple[list[_Drawing], Draws]] = collections.deque()
 
-    def _making(self, capacity: int, num_drafts: int) -> Making:
+    def _making(self, capacity: int) -> Making:
         """Returns how caches of a capacity are made."""
-        return Making(capacity, self.generator.cache_dtype, num_drafts, self._mtp)
+        return Making(capacity, self.generator.cache_dtype, self.num_drafts, self._mtp)
 
     def _cache_shapes(self, num_drafts: int) -> list[nn.cache.Cache]:
         """Returns the shapes of the caches of one row, in which all rings are shorter than the text."""
-        caches = jax.eval_shape(lambda: self._making(1 << 20, num_drafts).caches(self.generator.model, 1))
+        making = dataclasses.replace(self._making(1 << 20), num_drafts=num_drafts)
+        caches = making.shapes(self.generator.model)
         return [cache for cache in (caches.model, caches.mtp) if cache is not None]
 
     def update(self, weights: Any) -> None:
@@ -202,10 +226,13 @@ class LocalEngine:
         """
         with self._turns:
             self.generator.update(weights)
-            self._cached, self._prompt = [None] * self.slots, None
+            ended = [row for row in self._cached if row.done]
+            self._cached = []
+            for row in ended:
+                self._finish(row)
+            self._keep_prompt(None)
             if self._job is not None:
-                self._waiting.appendleft(self._job.request)
-                self._job = None
+                self._put_back(self._job.request)
 
     def generate(
         self,
@@ -397,6 +424,10 @@ class LocalEngine:
         """Returns the number of requests with a slot."""
         return self.slots - self._rows.count(None)
 
+    def _running(self) -> list[Request]:
+        """Returns the requests with a slot."""
+        return [row for row in self._rows if row is not None]
+
     def run_in_background(self) -> None:
         """Starts a thread that calls `step` until nothing is left, unless it runs already."""
         with self._driver_lock:
@@ -459,6 +490,11 @@ class LocalEngine:
             )
         if self.capacity is not None and length > self.capacity:
             raise ValueError(f"prompt and new tokens must fit the slots' capacity of {self.capacity}, got {length}")
+        if self.cache_tokens is not None and length > self.cache_tokens:
+            raise ValueError(
+                f"prompt and new tokens must fit the engine's memory of {self.cache_tokens} tokens, got {length}: "
+                "shorten them, or make the engine with more cache_tokens="
+            )
 
     def _completions(self, requests: dict[Request, tuple[int, int]]) -> Iterator[tuple[int, int, Completion]]:
         """Runs requests, and yields their completions as they end."""
@@ -490,6 +526,7 @@ class LocalEngine:
         ahead = self._rewinds and not self.num_drafts and not any(row and row._processors for row in self._rows)
         if not ahead:
             self._read_all_but(0)
+        self._take_blocks()
         is_running = any(self._rows)
         if is_running:
             self._start()
@@ -502,6 +539,7 @@ class LocalEngine:
                 row._fail(RuntimeError("the request was cancelled"))
             if row is not None and row.done:
                 self._rows[slot] = None
+                self._finish(row)
 
     def _admit(self) -> None:
         """Computes waiting prompts for free slots: all if no row is running, else up to a chunk of tokens."""
@@ -514,122 +552,252 @@ class LocalEngine:
             num_computed += self._advance(self._job)
 
     def _next_job(self) -> _Prefill | None:
-        """Assigns the next request to a free slot."""
+        """Assigns the next request to a free slot, if there are blocks for it."""
         while self._waiting and self._waiting[0]._cancelled:
             self._waiting.popleft()._fail(RuntimeError("the request was cancelled"))
-        if not self._waiting or None not in self._rows:
+        if not self._waiting or None not in self._rows or not self._fit():
             return None
-        self._fit_slots()
-        request = self._waiting.popleft()
+        assert self._paging is not None
+        request = self._waiting[0]
+        text, last = [*request.prompt, *request.tokens], self._prompt
         free = [slot for slot, row in enumerate(self._rows) if row is None]
-        oldest = min(free, key=lambda slot: self._last_use[slot])
-        last = self._prompt
-        if last is not None and have_equal_prompts(last.request, request):
-            return dataclasses.replace(last, request=request, slot=oldest)
-        source, length = self._longest_prefix(request) if self.reuse else (0, 0)
-        if not length:
-            return _Prefill(request, oldest)
-        assert self._state is not None
-        request.cached = length
-        # A conversation goes on in its slot; what only begins alike leaves the other one in place.
-        row = self._cached[source]
-        goes_on = source in free and row is not None and length >= len(row.prompt)
-        caches = take_row(self._state.caches, source, length)
-        return _Prefill(request, source if goes_on else oldest, caches, num_done=length)
+        slot, source, length = min(free, key=lambda slot: self._last_use[slot]), None, 0
+        is_last = last is not None and last.text == text and have_equal_inputs(last.request, request)
+        if last is not None and is_last:
+            shared = last.shared
+        else:
+            source, length = self._longest_prefix(request, text) if self.reuse else (None, 0)
+            shared = [] if source is None else source._blocks[: length // self._block]
+        # Rows that cannot be computed again in the same way get all their blocks at once.
+        total = len(text) + 1 if self._splits else len(request.prompt) + request._limit
+        num_new = self._num_blocks(total) - len(shared)
+        self._blocks.share(shared)
+        # What the source's blocks hold stays until something else is stored there, also if it must give them back.
+        of_source = [] if source is None else list(source._blocks)
+        # A block for each row that grows, which would otherwise soon take this row's.
+        num_growing = sum(self._num_blocks(len(row.prompt) + row._limit) > len(row._blocks) for row in self._running())
+        if not self._make_room(num_new + num_growing):
+            self._blocks.release(shared)
+            return None
+        self._waiting.popleft()
+        request._blocks = [*shared, *self._blocks.take(num_new)]
+        request._order = request._order or next(self._clock)
+        if last is not None and is_last:
+            return dataclasses.replace(last, request=request, slot=slot)
+        job = _Prefill(request, text, slot, shared, self._view(len(text) + 1))
+        if source is not None:
+            assert self._state is not None
+            table = table_of(of_source[: self._num_blocks(length)], job.num_blocks)
+            job.caches = read_row(self._state.caches, table, np.int32(source._slot), length, paging=self._paging)
+            job.num_done, request.cached = length, length
+            # A conversation goes on in its slot; what only begins alike leaves the other one in place.
+            if source._slot in free and self._owners[source._slot] is source and length >= len(source.prompt):
+                job.slot = source._slot
+        return job
 
-    def _fit_slots(self) -> None:
-        """Makes the slots large enough for all that wait, and smaller when they are much too large and none is used."""
+    def _fit(self) -> bool:
+        """Makes room for the longest request that waits; returns False while rows run that must end before."""
         limit = getattr(self.generator.model, "max_length", None) or 1 << 62
         needed = max(len(request.prompt) + request._limit for request in self._waiting)
-        size = self.capacity or min(shared_capacity(needed), limit)
-        if self._state is not None and size > self._size:
-            caches = grown(self.generator.model, self._state.caches, self._making(size, self.num_drafts))
+        size = self._num_blocks(self.capacity or self.cache_tokens or min(shared_capacity(needed), limit)) * self._block
+        if 4 * size <= self._size and not (any(self._rows) or self._pending):
+            self._drop_caches()
+        if size <= self._size:
+            return True
+        paging = Paging.of(self.generator.model, self._making(size))
+        if self._paging not in (None, paging):  # a window has become shorter than the rows
+            if any(self._rows) or self._pending:
+                return False
+            self._drop_caches()
+        self._paging, self._size = paging, size
+        count = (self.cache_tokens or self.slots * size) // self._block
+        self._blocks.add(count - len(self._blocks))
+        if self._state is not None:
+            caches = with_blocks(self._state.caches, paging=paging, num_blocks=count)
             self._state = dataclasses.replace(self._state, caches=caches)
-        elif self._state is None or (4 * size <= self._size and not any(self._rows)):
-            self._state, self._cached = None, [None] * self.slots
-        else:
-            return
-        self._size, self._prompt = size, None
+        return True
 
-    def _longest_prefix(self, request: Request) -> tuple[int, int]:
-        """Returns the slot whose cache has the longest beginning of a prompt, and its length; 0 if none is useful."""
-        best = (0, 0)
+    def _drop_caches(self) -> None:
+        """Forgets all caches; no row is running."""
+        for row in self._cached:
+            row._blocks = []
+        self._cached, self._owners, self._prompt = [], [None] * self.slots, None
+        self._size, self._blocks, self._paging, self._state = 0, Blocks(), None, None
+
+    def _num_blocks(self, length: int) -> int:
+        """Returns the number of blocks that hold `length` tokens."""
+        return -(-length // self._block)
+
+    def _view(self, length: int) -> int:
+        """Returns the number of blocks that a program reads for rows of up to `length` tokens: few numbers, so that
+        similar lengths share a program.
+        """
+        least = max(256 // self._block, 1)
+        return min(max(least, 1 << (self._num_blocks(length) - 1).bit_length()), self._size // self._block)
+
+    def _make_room(self, count: int) -> bool:
+        """Frees blocks of texts that are only kept for reuse, the least recently used first, until `count` are free."""
+        while self._blocks.num_free < count:
+            ended = next((row for row in self._cached if row.done), None)
+            if ended is not None:
+                self._cached.remove(ended)
+                self._finish(ended)
+            elif self._prompt is not None and self._prompt.shared:
+                self._keep_prompt(None)
+            else:
+                return False
+        return True
+
+    def _take_blocks(self) -> None:
+        """Gives each row the blocks that its next step needs; if there are none, the newest row must wait again."""
+        for row in sorted(self._running(), key=lambda row: row._order):
+            while row in self._rows:
+                length = len(row.prompt) + min(row._issued + self.num_drafts, row._limit)
+                missing = self._num_blocks(length) - len(row._blocks)
+                if missing <= 0 or self._make_room(missing):
+                    row._blocks += self._blocks.take(max(missing, 0))
+                    break
+                if self._pending:  # rows may have ended
+                    self._read_all_but(0)
+                elif self._job is not None:
+                    self._put_back(self._job.request)
+                else:
+                    self._put_back(max(self._running(), key=lambda row: row._order))
+
+    def _put_back(self, request: Request) -> None:
+        """Lets a request wait again, without its blocks; its text is computed again later."""
+        if self._job is not None and self._job.request is request:
+            self._job = None
+        else:
+            self._rows[self._rows.index(request)] = None
+        if request in self._cached:
+            self._cached.remove(request)
+        self._finish(request)
+        self._waiting.appendleft(request)
+
+    def _finish(self, row: Request) -> None:
+        """Releases the blocks of a row, unless they are kept for reuse."""
+        if row not in self._cached:
+            self._blocks.release(row._blocks)
+            row._blocks = []
+
+    def _keep_prompt(self, job: _Prefill | None) -> None:
+        """Keeps a computed prompt for its next completion, instead of the last one."""
+        if self._prompt is not None:
+            self._blocks.release(self._prompt.shared)
+        if job is not None:
+            job.shared = job.request._blocks[: len(job.text) // self._block]
+            self._blocks.share(job.shared)
+        self._prompt = job
+
+    def _longest_prefix(self, request: Request, text: list[int]) -> tuple[Request | None, int]:
+        """Returns the row with the longest beginning of a text, and its length; 0 if none is useful."""
+        best: Request | None = None
+        longest = SHORTEST_PREFIX - 1
         if request._inputs or not self._splits:
-            return best
-        for slot, row in enumerate(self._cached):
-            if row is None or row._inputs:
-                continue
+            return None, 0
+        for row in self._cached:
             cached = row.prompt + row.tokens[:-1]  # the last token has not been run
-            length = common_length(cached, request.prompt)
+            length = common_length(cached, text)
             if self._rewinds:
                 # The hidden state of the last one is needed, and the MTP module also read the token after each one.
-                length = min(length - self._mtp, len(request.prompt) - 1)
-            elif self._rows[slot] is not None or length < len(cached) or length == len(request.prompt):
+                length = min(length - self._mtp, len(text) - 1)
+            elif row in self._rows or length < len(cached) or length == len(text):
                 continue  # a state is that of all its tokens
-            if length >= max(best[1] + 1, SHORTEST_PREFIX):
-                best = (slot, length)
-        return best
+            if length > longest:
+                best, longest = row, length
+        if best is None:
+            return None, 0
+        self._cached.remove(best)
+        self._cached.append(best)
+        return best, longest
 
     def _advance(self, job: _Prefill) -> int:
         """Computes the next chunk of a prompt, starts its row after the last one, and returns the number of tokens."""
         request, make = job.request, self.generator
         if request._cancelled:
             request._fail(RuntimeError("the request was cancelled"))
+            self._finish(request)
             self._job = None
             return 0
-        num_left = len(request.prompt) - job.num_done
+        num_left = len(job.text) - job.num_done
         count = min(num_left, self.chunk) if self._splits and not request._inputs else num_left
         if count:
-            shape = (1, min(_bucket(count), self._size))
+            shape = (1, min(_bucket(count), job.num_blocks * self._block))
             tokens, valid, after = np.zeros(shape, np.int32), np.zeros(shape, bool), np.full(shape, -1, np.int32)
-            tokens[0, :count], valid[0, :count] = request.prompt[job.num_done : job.num_done + count], True
-            following = request.prompt[job.num_done + 1 : job.num_done + 1 + count]
+            tokens[0, :count], valid[0, :count] = job.text[job.num_done : job.num_done + count], True
+            following = job.text[job.num_done + 1 : job.num_done + 1 + count]
             after[0, : len(following)] = following
             if job.caches is None:
-                making = self._making(self._size, self.num_drafts)
                 job.caches, job.hidden = prefill(
-                    make.model, tokens, valid, after, request._inputs, making=making, dtype=make.dtype
+                    make.model,
+                    tokens,
+                    valid,
+                    after,
+                    request._inputs,
+                    making=self._making(self._size),
+                    paging=self._paging,
+                    num_blocks=job.num_blocks,
+                    dtype=make.dtype,
                 )
             else:
                 job.caches, job.hidden = extend(make.model, job.caches, tokens, valid, after, dtype=make.dtype)
             job.num_done += count
-        if job.num_done == len(request.prompt):
+        if job.num_done == len(job.text):
             self._insert(job)
-            self._prompt, self._job = job, None
+            self._job = None
         return count
 
     def _insert(self, job: _Prefill) -> None:
-        """Starts the row of a prompt that is computed."""
+        """Starts the row of a text that is computed."""
         request, slot, vocab = job.request, job.slot, self.generator.vocab
-        state = self._state
+        state, paging = self._state, self._paging
+        assert job.caches is not None and paging is not None
         if state is None:
-            count = self.num_drafts if self._mtp or self._drafter is not None else 0
-            state = empty_slots(job.caches, request._key, slots=self.slots, num_drafts=count)
+            state = empty_slots(
+                job.caches,
+                request._key,
+                slots=self.slots,
+                num_blocks=len(self._blocks),
+                num_drafts=self.num_drafts if self._mtp or self._drafter is not None else 0,
+                paging=paging,
+            )
         if request._sampler.penalizes and state.history is None:
             shape = (self.slots, vocab)
             history = History(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
             state = dataclasses.replace(state, history=history)
-        prompt = None
+        history = None
         if state.history is not None:
-            prompt = np.zeros((1, vocab), bool)
-            prompt[0, request.prompt] = True
+            seen, counts = (np.bincount(np.asarray(ids, int), minlength=vocab) for ids in (job.text, request.tokens))
+            history = History(jnp.asarray(seen[None] > 0), jnp.asarray(counts[None], jnp.int32))
+        table = table_of(request._blocks, job.num_blocks)
+        table[: len(job.shared)] = NOWHERE
         self._state, draws = insert(
             self.generator.model,
             self._drafter,
             state,
             job.caches,
             job.hidden,
+            table,
             request._key,
             slot,
-            prompt,
+            np.array([len(request.tokens)], np.int32),
+            history,
             settings_of([request], vocab),
             self._bias([request]),
             features=self._features_of([request]),
+            paging=paging,
             impl=self._impl,
         )
-        request._issued = 1
-        self._rows[slot] = None if request._limit == 1 else request
-        self._cached[slot], self._last_use[slot] = request, next(self._clock)
+        request._issued, request._slot = len(request.tokens) + 1, slot
+        self._rows[slot] = None if request._issued == request._limit else request
+        former, self._owners[slot], self._last_use[slot] = self._owners[slot], request, next(self._clock)
+        if former is not None and former in self._cached and not self._rewinds:  # its state is gone
+            self._cached.remove(former)
+            self._finish(former)
+        if self.reuse and self._splits and not request._inputs:
+            self._cached.append(request)
+        self._keep_prompt(job)
         self._pending.append(([_Drawing(0, slot, request)], draws))
 
     def _start(self) -> None:
@@ -638,16 +806,20 @@ class LocalEngine:
         rows, bias = list(self._rows), self._bias(self._rows)
         self.num_steps += 1
         drafts, num_drafts = self._drafts(rows)
+        width = self._view(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
+        tables = np.stack([table_of([] if row is None else row._blocks, width) for row in rows])
         self._state, draws = step(
             self.generator.model,
             self._drafter,
             self._state,
+            tables,
             np.array([row is not None for row in rows]),
             drafts,
             num_drafts,
             settings_of(rows, self.generator.vocab),
             bias,
             features=self._features_of(rows),
+            paging=self._paging,
             dtype=self.generator.dtype,
             impl=self._impl,
         )
@@ -719,8 +891,9 @@ class LocalEngine:
                 if row.done:
                     break
             row._issued = max(row._issued, len(row.tokens))
-            if row.done and self._rows[slot] is row:
-                self._rows[slot] = None
+            if row.done:
+                self._rows[slot] = None if self._rows[slot] is row else self._rows[slot]
+                self._finish(row)
             row._tell()
 
     def _fail_all(self, error: BaseException) -> None:

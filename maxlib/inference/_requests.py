@@ -62,6 +62,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.cached = 0
         self._issued = 0  # number of draws started for it; their tokens arrive later
+        self._blocks: list[int] = []
+        self._slot = self._order = 0  # the order is that of the first start
         self._error: BaseException | None = None
         self._cancelled = False
         self._notify: Callable[[], Any] | None = None
@@ -179,9 +181,9 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length() if number else 0
 
 
-def have_equal_prompts(a: Request, b: Request) -> bool:
-    same_inputs = a._inputs is b._inputs or not (a._inputs or b._inputs)
-    return same_inputs and a.prompt == b.prompt
+def have_equal_inputs(a: Request, b: Request) -> bool:
+    """Returns whether two requests have the same images and clips, or none."""
+    return a._inputs is b._inputs or not (a._inputs or b._inputs)
 
 
 def common_length(a: list[int], b: list[int]) -> int:

@@ -58,7 +58,7 @@ def vllm(directory: Path) -> Engine:
     python, worker = os.environ["MAXLIB_VLLM"], Path(__file__).with_name("vllm_worker.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | VLLM
     process = subprocess.Popen(
-        [python, worker, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        [python, "-P", worker, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     )
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout

@@ -1,4 +1,4 @@
-"""Generates with vLLM for `tests.benchmarks.engines`: reads a line of JSON for each call, and writes one with the ids."""
+"""Generates with vLLM for `tests.benchmarks.engines`: reads a line of JSON for each call, and writes one of ids."""
 
 import json
 import sys
