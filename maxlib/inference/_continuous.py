@@ -72,6 +72,7 @@ class _Prefill:
         caches: Caches of one row.
         hidden: Hidden state of its last token.
         num_done: Number of tokens computed.
+        routes: Their routes in pieces, if they are recorded.
     """
 
     request: Request
@@ -82,6 +83,7 @@ class _Prefill:
     caches: Caches | None = None
     hidden: Any = None
     num_done: int = 0
+    routes: list[Any] = dataclasses.field(default_factory=list)
 
 
 class _Turns:
@@ -99,11 +101,12 @@ class _Turns:
 
 
 class _Drawing(NamedTuple):
-    """A row that draws in a step: its index among the step's rows, and its slot."""
+    """A row that draws in a step: its index among the step's rows, its slot, and the version of the weights."""
 
     index: int
     slot: int
     row: Request
+    version: int
 
 
 class LocalEngine:
@@ -136,12 +139,14 @@ class LocalEngine:
         drafter: What drafts: "ngram" takes the tokens after the last occurrence of the row's last tokens in its text;
             "mtp" the model's own MTP module, with `num_drafts=1`; or a model that drafts for this one
             (`nn.mtp.Drafter`), such as a `models.gemma4_assistant.Gemma4Assistant`.
+        record_routes: True records the experts of each token in `Completion.routes`, for models with experts.
         tokenizer: Tokenizer for `stop`, texts that end a completion.
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`.
         seed: Seed of the random keys of calls without a key.
 
-    Attributes: `num_steps`, the decoding steps so far; `num_drafted` and `num_accepted`, the drafts in them.
+    Attributes: `num_steps`, the decoding steps so far; `num_drafted` and `num_accepted`, the drafts in them; `version`
+    of the weights, 0 until the first update.
 
     Raises:
         ValueError: when a layer's cache cannot be addressed by row, the model or drafter does not draft, or a rejected
@@ -159,6 +164,7 @@ class LocalEngine:
         reuse: bool = True,
         num_drafts: SupportsIndex = 0,
         drafter: Any = "ngram",
+        record_routes: bool = False,
         tokenizer: Any = None,
         dtype: Any = jnp.bfloat16,
         cache_dtype: Any = None,
@@ -183,7 +189,8 @@ class LocalEngine:
         self.cache_tokens = None if cache_tokens is None else integer("cache_tokens", cache_tokens, least=self._block)
         if self.cache_tokens is not None:
             self.cache_tokens -= self.cache_tokens % self._block
-        self.num_steps, self.num_drafted, self.num_accepted = 0, 0, 0
+        self.num_steps, self.num_drafted, self.num_accepted, self.version = 0, 0, 0, 0
+        self.record_routes = record_routes
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()  # other threads may submit
         self._turns = _Turns()
         self._driver: threading.Thread | None = None
@@ -218,14 +225,19 @@ class LocalEngine:
         caches = making.shapes(self.generator.model)
         return [cache for cache in (caches.model, caches.mtp) if cache is not None]
 
-    def update(self, weights: Any) -> None:
+    def update(self, weights: Any, version: int | None = None) -> None:
         """Replaces weights as `Generator.update` does; compiled programs stay in use.
 
         What is cached for reuse is dropped, because it is of the old weights. Rows in progress keep their caches and go
         on with the new weights.
+
+        Args:
+            weights: As for `Generator.update`.
+            version: Their number in `Completion.versions`, by default one more than that of the last weights.
         """
         with self._turns:
             self.generator.update(weights)
+            self.version = self.version + 1 if version is None else version
             ended = [row for row in self._cached if row.done]
             self._cached = []
             for row in ended:
@@ -415,6 +427,11 @@ class LocalEngine:
         return not (self.num_waiting or any(self._rows) or self._pending)
 
     @property
+    def cache_bytes(self) -> int:
+        """Returns the size of all caches; 0 before the first request."""
+        return 0 if self._state is None else sum(x.nbytes for x in jax.tree.leaves(self._state.caches))
+
+    @property
     def num_waiting(self) -> int:
         """Returns the number of requests without a slot."""
         return self._inbox.qsize() + len(self._waiting) + (self._job is not None)
@@ -590,6 +607,7 @@ class LocalEngine:
             table = table_of(of_source[: self._num_blocks(length)], job.num_blocks)
             job.caches = read_row(self._state.caches, table, np.int32(source._slot), length, paging=self._paging)
             job.num_done, request.cached = length, length
+            job.routes = [np.concatenate(source._routes)[:length]] if source._routes else []
             # A conversation goes on in its slot; what only begins alike leaves the other one in place.
             if source._slot in free and self._owners[source._slot] is source and length >= len(source.prompt):
                 job.slot = source._slot
@@ -729,7 +747,7 @@ class LocalEngine:
             following = job.text[job.num_done + 1 : job.num_done + 1 + count]
             after[0, : len(following)] = following
             if job.caches is None:
-                job.caches, job.hidden = prefill(
+                job.caches, job.hidden, routes = prefill(
                     make.model,
                     tokens,
                     valid,
@@ -738,11 +756,16 @@ class LocalEngine:
                     making=self._making(self._size),
                     paging=self._paging,
                     num_blocks=job.num_blocks,
+                    record=self.record_routes,
                     dtype=make.dtype,
                 )
             else:
-                job.caches, job.hidden = extend(make.model, job.caches, tokens, valid, after, dtype=make.dtype)
+                job.caches, job.hidden, routes = extend(
+                    make.model, job.caches, tokens, valid, after, record=self.record_routes, dtype=make.dtype
+                )
             job.num_done += count
+            if routes is not None:
+                job.routes.append(np.asarray(routes)[:count])
         if job.num_done == len(job.text):
             self._insert(job)
             self._job = None
@@ -790,6 +813,8 @@ class LocalEngine:
             impl=self._impl,
         )
         request._issued, request._slot = len(request.tokens) + 1, slot
+        if job.routes:  # a row that is computed again keeps those of its draws
+            request._routes.append(np.concatenate(job.routes)[sum(map(len, request._routes)) :])
         self._rows[slot] = None if request._issued == request._limit else request
         former, self._owners[slot], self._last_use[slot] = self._owners[slot], request, next(self._clock)
         if former is not None and former in self._cached and not self._rewinds:  # its state is gone
@@ -798,7 +823,7 @@ class LocalEngine:
         if self.reuse and self._splits and not request._inputs:
             self._cached.append(request)
         self._keep_prompt(job)
-        self._pending.append(([_Drawing(0, slot, request)], draws))
+        self._pending.append(([_Drawing(0, slot, request, self.version)], draws))
 
     def _start(self) -> None:
         """Starts a step of all rows, whose tokens are read later."""
@@ -820,6 +845,7 @@ class LocalEngine:
             bias,
             features=self._features_of(rows),
             paging=self._paging,
+            record=self.record_routes,
             dtype=self.generator.dtype,
             impl=self._impl,
         )
@@ -828,7 +854,8 @@ class LocalEngine:
                 row._issued += 1
                 # The slot becomes free after the row's last step.
                 self._rows[slot] = None if row._issued == row._limit else row
-        self._pending.append(([_Drawing(n, n, row) for n, row in enumerate(rows) if row is not None], draws))
+        drawings = [_Drawing(n, n, row, self.version) for n, row in enumerate(rows) if row is not None]
+        self._pending.append((drawings, draws))
 
     def _features_of(self, rows: Sequence[Request | None]) -> Features:
         """Returns what a step must compute: also what earlier rows needed, so that a mixture of rows has few programs,
@@ -880,14 +907,16 @@ class LocalEngine:
     def _read(self, drawings: list[_Drawing], draws: Draws) -> None:
         """Appends the tokens of a step to its rows, and frees the slots of those that end."""
         draws = jax.device_get(draws)
-        for n, slot, row in drawings:
+        for n, slot, row, version in drawings:
             self.num_accepted += int(draws.taken[n])
             # A row that stopped may be in one more step, which had already been started.
             for place in range(0 if row.done else 1 + int(draws.taken[n])):
                 if row._alternatives and draws.best is not None:
                     tokens, log_probs = (x[n, place, : row._alternatives].tolist() for x in draws.best)
                     row.best.append((tokens, log_probs))
-                row._add(int(draws.token[n, place]), float(draws.log_prob[n, place]))
+                if draws.routes is not None:
+                    row._routes.append(draws.routes[n, place : place + 1])
+                row._add(int(draws.token[n, place]), float(draws.log_prob[n, place]), version)
                 if row.done:
                     break
             row._issued = max(row._issued, len(row.tokens))

@@ -23,6 +23,7 @@ from maxlib.tokenization import ChatTemplate
 
 logger = logging.getLogger(__name__)
 _IMPOSSIBLE = -9999.0  # what is written for a probability of zero, as JSON has no infinity
+_BEGINNING = 16  # characters a token of the maximum length, after which a text is surely too long, or mostly spaces
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 
@@ -306,8 +307,18 @@ class _Server:
             prompt.encode()
         except UnicodeEncodeError:
             raise BadRequest("texts must be Unicode without lone surrogates", "prompt") from None
-        encoded = await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=special)
-        return list(encoded.ids)
+
+        def encode(text: str) -> list[int]:  # a batch, as only that lets other threads run
+            return self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
+
+        # Refuse a text that is much too long by its beginning: all of it may take minutes.
+        most = _BEGINNING * self.max_length
+        if len(prompt) > most and (count := len(await asyncio.to_thread(encode, prompt[:most]))) > 2 * self.max_length:
+            raise BadRequest(
+                f"this model's maximum length is {self.max_length} tokens, but the prompt has more than {count}",
+                "prompt",
+            )
+        return await asyncio.to_thread(encode, prompt)
 
     async def _choices(
         self, fields: Fields, prompts: list[list[int]], tool_format: ToolFormat | None, tools: Sequence[Any]

@@ -35,6 +35,7 @@ class Request:
         prompt: Ids of the prompt.
         tokens: Ids drawn so far.
         log_probs: Their log-probabilities, as in `Completion`.
+        versions: Version of the weights that drew each, see `LocalEngine.update`.
         best: For each of them the best tokens and their log-probabilities, best first; empty without `alternatives`.
         finish_reason: None until it has ended.
         cached: Number of tokens of the prompt that did not have to be computed.
@@ -58,11 +59,13 @@ class Request:
         self._processors, self._alternatives = processors, alternatives
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
+        self.versions: list[int] = []
         self.best: list[tuple[list[int], list[float]]] = []
         self.finish_reason: FinishReason | None = None
         self.cached = 0
         self._issued = 0  # number of draws started for it; their tokens arrive later
         self._blocks: list[int] = []
+        self._routes: list[np.ndarray] = []  # of the tokens that were run, in pieces
         self._slot = self._order = 0  # the order is that of the first start
         self._error: BaseException | None = None
         self._cancelled = False
@@ -86,7 +89,8 @@ class Request:
         """
         collections.deque(self, maxlen=0)
         assert self.finish_reason is not None
-        return Completion(self.tokens, self.log_probs, self.finish_reason, self._sampler)
+        routes = np.concatenate(self._routes) if self._routes else None
+        return Completion(self.tokens, self.log_probs, self.finish_reason, self._sampler, self.versions, routes)
 
     def __iter__(self) -> Iterator[int]:
         """Yields tokens; runs the engine, with all its requests, while there is no new one."""
@@ -118,10 +122,11 @@ class Request:
         finally:
             self.cancel()
 
-    def _add(self, token: int, log_prob: float) -> None:
+    def _add(self, token: int, log_prob: float, version: int) -> None:
         """Appends a token, which may be the last one."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        self.versions.append(version)
         if token in self._stop or (self._stop_texts is not None and self._stop_texts.end(self.tokens)):
             self.finish_reason = "stop"
         elif len(self.tokens) == self._limit:

@@ -105,15 +105,17 @@ class Draws:
         log_prob: Its log-probability, before penalties, processors and filters.
         taken: Number of leading drafts that were right; the tokens after them do not count, but the first one.
         best: The best tokens and their log-probabilities; None without alternatives.
+        routes: Experts of the tokens that were run, for L layers X each; None unless the engine records them.
     """
 
     token: Int[Array, "S M"]
     log_prob: Float[Array, "S M"]
     taken: Int[Array, " S"]
     best: tuple[Int[Array, "S M A"], Float[Array, "S M A"]] | None
+    routes: Int[Array, "S M L X"] | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("making", "paging", "num_blocks", "dtype"))
+@functools.partial(jax.jit, static_argnames=("making", "paging", "num_blocks", "record", "dtype"))
 def prefill(
     model,
     tokens: Int[Array, "1 T"],
@@ -124,9 +126,11 @@ def prefill(
     making: Making,
     paging: Paging,
     num_blocks: int,
+    record: bool,
     dtype,
 ):
-    """Runs a prompt, or its first chunk, and returns its caches and the hidden state of its last token, `1 1 D`.
+    """Runs a prompt, or its first chunk, and returns its caches, the hidden state of its last token, `1 1 D`, and its
+    routes, `T L X` or None.
 
     Args:
         model: The model.
@@ -137,23 +141,32 @@ def prefill(
         making: How caches are made.
         paging: How they will be stored.
         num_blocks: Number of blocks for which the caches have room.
+        record: True returns the routes.
         dtype: Dtype of the computation.
     """
-    return _run(model, paging.empty_row(model, making, num_blocks), tokens, valid, after, inputs, dtype)
+    return _run(model, paging.empty_row(model, making, num_blocks), tokens, valid, after, inputs, record, dtype)
 
 
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="caches")
-def extend(model, caches, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], *, dtype):
+@functools.partial(jax.jit, static_argnames=("record", "dtype"), donate_argnames="caches")
+def extend(
+    model, caches, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], *, record, dtype
+):
     """Runs the next chunk of a prompt, and returns the same as `prefill`."""
-    return _run(model, caches, tokens, valid, after, {}, dtype)
+    return _run(model, caches, tokens, valid, after, {}, record, dtype)
 
 
-def _run(model, caches, tokens, valid, after, inputs, dtype):
-    out = model(tokens, valid=valid, cache=caches.model, dtype=dtype, **inputs)
+def _called(model, record: bool, tokens, **inputs):
+    """Returns the model's output and its routes, or None."""
+    return nn.router.record(model)(tokens, **inputs) if record else (model(tokens, **inputs), None)
+
+
+def _run(model, caches, tokens, valid, after, inputs, record, dtype):
+    out, routes = _called(model, record, tokens, valid=valid, cache=caches.model, dtype=dtype, **inputs)
     mtp = caches.mtp
     if mtp is not None:
         _, mtp = model.draft(out.hidden, jnp.maximum(after, 0), valid=after >= 0, cache=mtp)
-    return Caches(out.cache, mtp), jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+    last = jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+    return Caches(out.cache, mtp), last, None if routes is None else routes[0]
 
 
 def _ahead(model, hidden: Float[Array, "S M D"], after: Int[Array, "S M"], valid, mtp, place: Int[Array, " S"]):
@@ -239,7 +252,7 @@ def insert(
     return state, draws
 
 
-@functools.partial(jax.jit, static_argnames=("features", "paging", "dtype", "impl"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("features", "paging", "record", "dtype", "impl"), donate_argnames="state")
 def step(
     model,
     drafter,
@@ -253,6 +266,7 @@ def step(
     *,
     features: Features,
     paging: Paging,
+    record: bool,
     dtype,
     impl: str,
 ) -> tuple[Slots, Draws]:
@@ -271,7 +285,7 @@ def step(
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])
     before = paging.read(state.caches, tables)
-    out = model(inputs, valid=valid, cache=before.model, dtype=dtype)
+    out, routes = _called(model, record, inputs, valid=valid, cache=before.model, dtype=dtype)
     logits = model.logits(out.hidden).astype(jnp.float32)
     draws = _draw(logits, state.keys, state.drawn, state.history, settings, bias, features, impl)
     right = (draws.token[:, :-1] == drafts) & (place[:, 1:] <= num_drafts[:, None])
@@ -290,7 +304,7 @@ def step(
         last = jnp.take_along_axis(out.hidden, taken[:, None, None], axis=1)
         next_drafts = drafter.draft(model, last, token, caches.model, count=drafts.shape[1])
     history = None if state.history is None else _counted(state.history, token, active)
-    draws = dataclasses.replace(draws, taken=taken)
+    draws = dataclasses.replace(draws, taken=taken, routes=routes)
     stored = paging.write_tokens(state.caches, caches, tables, before.model.length, inputs.shape[1])
     return Slots(stored, token, next_drafts, state.keys, state.drawn + num_new, history), draws
 
