@@ -869,10 +869,12 @@ class LocalEngine:
         drafts of a model, which the devices have.
         """
         drafts, counts = np.zeros((len(rows), self.num_drafts), np.int32), np.zeros(len(rows), np.int32)
+        if not self.num_drafts:
+            return drafts, counts
         has_model = self._mtp or self._drafter is not None
         for n, row in enumerate(rows):
             # What processors and penalties do to later tokens depends on the drafts.
-            if row is None or not self.num_drafts or row._processors or row._sampler.penalizes:
+            if row is None or row._processors or row._sampler.penalizes:
                 continue
             counts[n] = min(self.num_drafts, row._limit - len(row.tokens))
             if not has_model:

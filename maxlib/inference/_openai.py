@@ -110,6 +110,11 @@ class _Choice:
                 yield piece, count
         yield self._last(self._writer.rest()), count
 
+    async def text(self) -> str:
+        """Returns the whole text at its end."""
+        completion = await self.request.completion()
+        return self._last(self._writer.add_all(completion.tokens))
+
     @property
     def finish_reason(self) -> str | None:
         """Returns the finish reason for a client."""
@@ -557,12 +562,8 @@ def _tool_calls(choice: _Choice) -> list[dict[str, Any]]:
 
 async def _texts(choices: list[_Choice]) -> list[str]:
     """Returns the whole text of each choice."""
-
-    async def read(choice: _Choice) -> str:
-        return "".join([piece async for piece, _ in choice.pieces()])
-
     try:
-        return await asyncio.gather(*map(read, choices))
+        return await asyncio.gather(*(choice.text() for choice in choices))
     finally:
         for choice in choices:
             choice.request.cancel()

@@ -70,6 +70,7 @@ class Request:
         self._error: BaseException | None = None
         self._cancelled = False
         self._notify: Callable[[], Any] | None = None
+        self._at_end = False  # notify when it has ended only
         self._ngrams: NGrams | None = None
 
     @property
@@ -88,6 +89,21 @@ class Request:
             RuntimeError: when it was cancelled.
         """
         collections.deque(self, maxlen=0)
+        return self._completion()
+
+    async def completion(self) -> Completion:
+        """Returns the completion when it has ended, while a thread runs the engine; it is cancelled if this is."""
+        news = self._listen(at_end=True)
+        try:
+            if not self.done:
+                await news.wait()
+        finally:
+            self.cancel()
+        if self._error is not None:
+            raise self._error
+        return self._completion()
+
+    def _completion(self) -> Completion:
         assert self.finish_reason is not None
         routes = np.concatenate(self._routes) if self._routes else None
         return Completion(self.tokens, self.log_probs, self.finish_reason, self._sampler, self.versions, routes)
@@ -105,9 +121,7 @@ class Request:
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """Yields tokens, while a thread runs the engine. A request whose iterator is closed is cancelled."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        self._notify = functools.partial(loop.call_soon_threadsafe, news.set)
-        self._engine.run_in_background()
+        news = self._listen(at_end=False)
         try:
             for count in itertools.count():
                 while len(self.tokens) <= count and not self.done:
@@ -122,6 +136,13 @@ class Request:
         finally:
             self.cancel()
 
+    def _listen(self, *, at_end: bool) -> asyncio.Event:
+        """Returns an event that each new token sets, or only the last one, and runs the engine."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        self._notify, self._at_end = functools.partial(loop.call_soon_threadsafe, news.set), at_end
+        self._engine.run_in_background()
+        return news
+
     def _add(self, token: int, log_prob: float, version: int) -> None:
         """Appends a token, which may be the last one."""
         self.tokens.append(token)
@@ -133,7 +154,7 @@ class Request:
             self.finish_reason = "length"
 
     def _tell(self) -> None:
-        if self._notify is not None:
+        if self._notify is not None and (self.done or not self._at_end):
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._notify()
 

@@ -2,16 +2,16 @@
 
     MAXLIB_VLLM=vllm/bin/python python -m tests.benchmarks.engines [--slots 64] [--rounds 3] [--check]
 
-`MAXLIB_VLLM` is the Python of an environment with vLLM (tests/inference/test_vllm.py); without it, only maxlib's own are
-compared. The prompts have the lengths of `tests.benchmarks.continuous`, and new ids in each round, so that no prefix is
-known. In "turns" 16 conversations of 4 turns share a system prompt of 256 tokens. The figure is new tokens per second of
-a whole round without compilation, the median over rounds in which the engines take turns. Every engine also returns the
-log-probabilities of its tokens.
+`MAXLIB_VLLM` is the Python of an environment with vLLM (tests/inference/test_vllm.py); without it, only maxlib's own
+are compared. The prompts have the lengths of `tests.benchmarks.continuous`, and new ids in each round, so that no prefix
+is known. In "turns" 16 conversations of 4 turns share a system prompt of 256 tokens. The figure is new tokens per second
+of a whole round without compilation, the median over rounds in which the engines take turns. Every engine also returns
+the log-probabilities of its tokens.
 """
 
 import argparse
 import asyncio
-import concurrent.futures
+import atexit
 import json
 import os
 import re
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ def vllm(directory: Path) -> Engine:
     )
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
+    atexit.register(process.kill)
     next(line for line in stdout if line.startswith("ready"))
 
     def run(prompts: Sequence[list[int]], limits: Sequence[int], temperature: float) -> list[list[int]]:
@@ -78,9 +80,10 @@ def serve(directory: Path, slots: int) -> Engine:
     command += ["--slots", str(slots), "--dtype", "float32", "--max-length", "1024"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    atexit.register(process.kill)
     stderr = process.stderr
     url = next(match[1] for line in stderr if (match := re.search(r"running on (http://\S+)", line)))
-    concurrent.futures.ThreadPoolExecutor(1).submit(stderr.read)
+    threading.Thread(target=stderr.read, daemon=True).start()
 
     async def generate(prompts: Sequence[list[int]], limits: Sequence[int], temperature: float) -> list[list[int]]:
         limit = httpx.Limits(max_connections=len(prompts))
@@ -177,7 +180,6 @@ def main() -> None:
             slow += [name for name in times if name == "vLLM" and ratio(times, name, "LocalEngine") < LEAST[name]]
     if args.check and slow:
         raise SystemExit(f"LocalEngine must be as fast as vLLM: {slow}")
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ class Engine:
         self.version, self.seconds, self.used = None, seconds, 0
 
     def update(self, weights, version=None):
-        assert version == weights
-        self.version = weights
+        self.version = version
 
     def generate(self, prompts, **_):
         time.sleep(self.seconds)
