@@ -3,10 +3,10 @@
     MAXLIB_VLLM=vllm/bin/python python -m tests.benchmarks.engines [--slots 64] [--rounds 3] [--check]
 
 `MAXLIB_VLLM` is the Python of an environment with vLLM (tests/inference/test_vllm.py); without it, only maxlib's own
-are compared. The prompts have the lengths of `tests.benchmarks.continuous`, and new ids in each round, so that no prefix
-is known. In "turns" 16 conversations of 4 turns share a system prompt of 256 tokens. The figure is new tokens per second
-of a whole round without compilation, the median over rounds in which the engines take turns. Every engine also returns
-the log-probabilities of its tokens.
+are compared. The prompts have the lengths of `tests.benchmarks.continuous`, and new ids in each round, so that no
+prefix is known. In "turns" 16 conversations of 4 turns share a system prompt of 256 tokens. The figure is new tokens
+per second of a whole round without compilation, the median over rounds in which the engines take turns. Every engine
+also returns the log-probabilities of its tokens.
 """
 
 import argparse

@@ -14,7 +14,7 @@ class Engine:
         self.version, self.seconds, self.used = None, seconds, 0
 
     def update(self, weights, version=None):
-        self.version = version
+        self.version = weights
 
     def generate(self, prompts, **_):
         time.sleep(self.seconds)
