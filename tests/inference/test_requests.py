@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlib import nn
 from maxlib.inference import GREEDY, LocalEngine, LogitBias, Sampler
 from maxlib.inference import _continuous as continuous
-from tests.nn.tiny import LLAMA, filled_llama
+from maxlib.models import mistral
+from tests.nn.tiny import LLAMA, filled, filled_llama
 from tests.outside_recurrent import Hybrid
 
 RNG = np.random.default_rng(0)
@@ -199,6 +201,24 @@ def test_slots_grow_while_rows_run(model):
     alone = LocalEngine(model, slots=2, capacity=128, dtype=jnp.float32)
     want = alone.generate([PROMPTS[4], PROMPTS[1]], max_new_tokens=[9, 60])
     assert [short.result().tokens, long.result().tokens] == [one.tokens for (one,) in want]
+
+
+def test_a_window_becomes_a_ring_when_a_longer_request_comes():
+    """It waits until rows with an entry for each token have ended; a bounded memory has rings from the start."""
+    cfg = mistral.Config(
+        vocab=61, num_layers=2, dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=12, rope=LLAMA.rope, window=70
+    )
+    model = filled(lambda: mistral.Mistral(cfg, rngs=nnx.Rngs(0)))
+    prompts, limits = [PROMPTS[4], PROMPTS[1], PROMPTS[0]], [20, 60, 30]
+    want = [LocalEngine(model, slots=1, dtype=jnp.float32).generate([p], max_new_tokens=n)[0][0].tokens
+            for p, n in zip(prompts, limits, strict=True)]  # fmt: skip
+    engine, bounded = (LocalEngine(model, slots=2, cache_tokens=n, dtype=jnp.float32) for n in (None, 256))
+    for each in (engine, bounded):
+        first = each.submit(prompts[0], max_new_tokens=20)
+        next(iter(first))
+        rest = [each.submit(p, max_new_tokens=n) for p, n in zip(prompts[1:], limits[1:], strict=True)]
+        assert [request.result().tokens for request in (first, *rest)] == want
+    assert {type(cache) for cache in nn.cache.layer_caches(engine._state.caches.model.layers)} == {nn.cache.RingCache}
 
 
 def test_async_requests_run_together_and_can_be_cancelled(model):
