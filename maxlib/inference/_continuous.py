@@ -24,6 +24,7 @@ from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
+    Packed,
     cast_matrices,
     check_inputs,
     check_length,
@@ -31,7 +32,17 @@ from maxlib.inference._generate import (
     right_padded,
     shared_capacity,
 )
-from maxlib.inference._pages import NOWHERE, Blocks, Caches, Making, Paging, read_row, table_of, with_blocks
+from maxlib.inference._pages import (
+    NOWHERE,
+    Blocks,
+    Caches,
+    Making,
+    Paging,
+    gather_view,
+    read_row,
+    table_of,
+    with_blocks,
+)
 from maxlib.inference._requests import (
     SHORTEST_PREFIX,
     LogitsProcessor,
@@ -48,6 +59,7 @@ from maxlib.inference._slots import (
     Draws,
     Features,
     History,
+    Settings,
     Slots,
     empty_slots,
     extend,
@@ -130,8 +142,9 @@ class LocalEngine:
         model: Any `nn.Model`.
         slots: Number of rows decoded at once.
         capacity: Maximum number of tokens in a row, including the prompt; by default as many as its requests need.
-        cache_tokens: Number of tokens for which there is memory, of running rows and of texts kept for reuse; by
-            default as many as `slots` rows of the longest request need, and more when a longer one arrives.
+        cache_tokens: Number of tokens for which there is memory, of running rows and of texts kept for reuse. By
+            default as many as `slots` rows of the longest request need, and more when a longer one arrives; and the
+            engine keeps a copy of what a step reads, instead of gathering it from blocks in each step.
         chunk: Number of tokens of prompts computed between two decoding steps. Longer prompts are computed in chunks,
             so that running rows need not wait for them.
         reuse: False computes every prompt anew, except for completions of one prompt.
@@ -182,7 +195,7 @@ class LocalEngine:
         self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
         if self.num_drafts:
             check_drafter(model, drafter, self.num_drafts)
-            self._drafter = None if isinstance(drafter, str) else cast_matrices(nn.unstack(drafter), dtype)
+            self._drafter = None if isinstance(drafter, str) else Packed.of(cast_matrices(nn.unstack(drafter), dtype))
             check_rewinds(model, self._cache_shapes(self.num_drafts), needs_length=needs_length)
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
         self._block = Paging.of(model, self._making(1 << 20)).block
@@ -208,11 +221,13 @@ class LocalEngine:
         self._clock = itertools.count(1)
         self._job: _Prefill | None = None
         self._prompt: _Prefill | None = None  # the last prompt that was computed
-        self._size = 0  # maximum number of tokens in a row
+        self._size = self._width = 0  # maximum number of tokens in a row, and blocks of a row in the view
         self._blocks = Blocks()
         self._paging: Paging | None = None
         self._state: Slots | None = None
         self._features = Features()
+        self._rows_of_settings: list[Request | None] = []
+        self._settings: Settings | None = None
         self._pending: collections.deque[tuple[list[_Drawing], Draws]] = collections.deque()
 
     def _making(self, capacity: int) -> Making:
@@ -406,7 +421,9 @@ class LocalEngine:
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
         with self._turns:
-            scores = score_tokens(model, tokens, valid, alternatives=power_of_two(count), dtype=self.generator.dtype)
+            scores = score_tokens(
+                self.generator.packed, tokens, valid, alternatives=power_of_two(count), dtype=self.generator.dtype
+            )
         log_probs, best, best_log_probs = (np.asarray(x)[: len(text) - 1] for x in scores)
         best, best_log_probs = best[:, :count].tolist(), best_log_probs[:, :count].tolist()
         return log_probs.tolist(), list(zip(best, best_log_probs, strict=True))
@@ -429,7 +446,8 @@ class LocalEngine:
     @property
     def cache_bytes(self) -> int:
         """Returns the size of all caches; 0 before the first request."""
-        return 0 if self._state is None else sum(x.nbytes for x in jax.tree.leaves(self._state.caches))
+        state = self._state
+        return 0 if state is None else sum(x.nbytes for x in jax.tree.leaves((state.caches, state.view)))
 
     @property
     def num_waiting(self) -> int:
@@ -606,7 +624,7 @@ class LocalEngine:
             assert self._state is not None
             table = table_of(of_source[: self._num_blocks(length)], job.num_blocks)
             job.caches = read_row(self._state.caches, table, np.int32(source._slot), length, paging=self._paging)
-            job.num_done, request.cached = length, length
+            job.num_done, request.cached = length, min(length, len(request.prompt))
             job.routes = [np.concatenate(source._routes)[:length]] if source._routes else []
             # A conversation goes on in its slot; what only begins alike leaves the other one in place.
             if source._slot in free and self._owners[source._slot] is source and length >= len(source.prompt):
@@ -748,7 +766,7 @@ class LocalEngine:
             after[0, : len(following)] = following
             if job.caches is None:
                 job.caches, job.hidden, routes = prefill(
-                    make.model,
+                    make.packed,
                     tokens,
                     valid,
                     after,
@@ -761,7 +779,7 @@ class LocalEngine:
                 )
             else:
                 job.caches, job.hidden, routes = extend(
-                    make.model, job.caches, tokens, valid, after, record=self.record_routes, dtype=make.dtype
+                    make.packed, job.caches, tokens, valid, after, record=self.record_routes, dtype=make.dtype
                 )
             job.num_done += count
             if routes is not None:
@@ -795,8 +813,10 @@ class LocalEngine:
             history = History(jnp.asarray(seen[None] > 0), jnp.asarray(counts[None], jnp.int32))
         table = table_of(request._blocks, job.num_blocks)
         table[: len(job.shared)] = NOWHERE
+        if state.view is not None:
+            state = dataclasses.replace(state, view=None)  # it lacks this row
         self._state, draws = insert(
-            self.generator.model,
+            self.generator.packed,
             self._drafter,
             state,
             job.caches,
@@ -829,19 +849,24 @@ class LocalEngine:
         """Starts a step of all rows, whose tokens are read later."""
         assert self._state is not None
         rows, bias = list(self._rows), self._bias(self._rows)
+        if rows != self._rows_of_settings:
+            self._rows_of_settings, self._settings = rows, settings_of(rows, self.generator.vocab)
         self.num_steps += 1
         drafts, num_drafts = self._drafts(rows)
         width = self._view(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
         tables = np.stack([table_of([] if row is None else row._blocks, width) for row in rows])
+        if self.cache_tokens is None and (self._state.view is None or width != self._width):
+            self._width, view = width, gather_view(self._state.caches, tables, paging=self._paging)
+            self._state = dataclasses.replace(self._state, view=view)
         self._state, draws = step(
-            self.generator.model,
+            self.generator.packed,
             self._drafter,
             self._state,
             tables,
             np.array([row is not None for row in rows]),
             drafts,
             num_drafts,
-            settings_of(rows, self.generator.vocab),
+            self._settings,
             bias,
             features=self._features_of(rows),
             paging=self._paging,

@@ -31,7 +31,7 @@ class Completion:
     log_probs: list[float]
     finish_reason: FinishReason
     sampler: Sampler | None = None
-    versions: list[int] | None = None
+    versions: list[int] | None = dataclasses.field(default=None, compare=False)
     routes: Int[np.ndarray, "_ L X"] | None = dataclasses.field(default=None, compare=False)
 
     @property

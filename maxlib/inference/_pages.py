@@ -1,8 +1,9 @@
 """Paged caches (Kwon et al. 2023, arXiv:2309.06180): blocks of tokens, which rows take as they grow, and share.
 
 A row has a table of its blocks. Arrays with an entry for each token, or for each few, are stored in blocks; those of a
-fixed size, such as rings and recurrent states, in the row's slot. A step gathers the blocks of its rows to caches as a
-model reads them, as long as the longest row, and stores the new tokens in their blocks.
+fixed size, such as rings and recurrent states, in the row's slot. A step reads its rows as caches that are as long as
+the longest of them, a view, and stores the new tokens in their blocks. Either each step gathers the view from the
+blocks, or it is kept between steps, which takes memory and saves the copying.
 
 Shapes: P blocks of E entries, N blocks of a row, R rows, S slots, M new tokens.
 """
@@ -129,6 +130,15 @@ class Paging:
 
         return self._map(gather, stored)
 
+    def view(self, caches: Caches) -> list[Array]:
+        """Returns those arrays of caches that are stored in blocks."""
+        return [x for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
+
+    def with_view(self, stored: Caches, view: list[Array]) -> Caches:
+        """Returns the caches of the rows of all slots, whose blocks are gathered already."""
+        arrays = iter(view)
+        return self._map(lambda x, rate: next(arrays) if rate else x, stored)
+
     def write_row(self, stored: Caches, row: Caches, table: Int[Array, " N"], slot: Any) -> Caches:
         """Stores a row in its slot and in the blocks of `table`."""
 
@@ -184,6 +194,12 @@ def read_row(stored: Caches, table: Int[Array, " N"], slot: Any, length: Any, *,
     """Returns the first `length` tokens of a row as caches of one row."""
     row = paging.read(stored, table[None], slot[None])
     return row.with_length(jnp.full(1, length, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="paging")
+def gather_view(stored: Caches, tables: Int[Array, "S N"], *, paging: Paging) -> list[Array]:
+    """Returns the view of all slots' rows."""
+    return paging.view(paging.read(stored, tables))
 
 
 class Blocks:

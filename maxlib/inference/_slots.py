@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
+from maxlib.inference._generate import Packed
 from maxlib.inference._pages import Caches, Making, Paging
 from maxlib.inference._sampling import in_nucleus, scaled, without_unlikely
 
@@ -81,6 +82,7 @@ class Slots:
 
     Attributes:
         caches: The storage of the tokens that were run.
+        view: The rows as a step reads them (`_pages`), if that is kept.
         token: The token after them.
         drafts: Guesses of the tokens after `token`; None without a model that drafts.
         keys: Data of the rows' random keys.
@@ -89,6 +91,7 @@ class Slots:
     """
 
     caches: Caches
+    view: list[Any] | None
     token: Int[Array, " S"]
     drafts: Int[Array, "S N"] | None
     keys: UInt32[Array, "S K"]
@@ -117,7 +120,7 @@ class Draws:
 
 @functools.partial(jax.jit, static_argnames=("making", "paging", "num_blocks", "record", "dtype"))
 def prefill(
-    model,
+    model: Packed,
     tokens: Int[Array, "1 T"],
     valid: Bool[Array, "1 T"],
     after: Int[Array, "1 T"],
@@ -144,15 +147,24 @@ def prefill(
         record: True returns the routes.
         dtype: Dtype of the computation.
     """
-    return _run(model, paging.empty_row(model, making, num_blocks), tokens, valid, after, inputs, record, dtype)
+    unpacked = model.unpacked()
+    caches = paging.empty_row(unpacked, making, num_blocks)
+    return _run(unpacked, caches, tokens, valid, after, inputs, record, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("record", "dtype"), donate_argnames="caches")
 def extend(
-    model, caches, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], *, record, dtype
+    model: Packed,
+    caches,
+    tokens: Int[Array, "1 T"],
+    valid: Bool[Array, "1 T"],
+    after: Int[Array, "1 T"],
+    *,
+    record,
+    dtype,
 ):
     """Runs the next chunk of a prompt, and returns the same as `prefill`."""
-    return _run(model, caches, tokens, valid, after, {}, record, dtype)
+    return _run(model.unpacked(), caches, tokens, valid, after, {}, record, dtype)
 
 
 def _called(model, record: bool, tokens, **inputs):
@@ -182,13 +194,13 @@ def empty_slots(row: Caches, key, *, slots: int, num_blocks: int, num_drafts: in
     zeros = jnp.zeros(slots, jnp.int32)
     drafts = jnp.zeros((slots, num_drafts), jnp.int32) if num_drafts else None
     keys = jnp.zeros((slots, *key.shape), key.dtype)
-    return Slots(paging.empty(row, slots, num_blocks), zeros, drafts, keys, zeros, None)
+    return Slots(paging.empty(row, slots, num_blocks), None, zeros, drafts, keys, zeros, None)
 
 
 @functools.partial(jax.jit, static_argnames=("features", "paging", "impl"), donate_argnames="state")
 def insert(
-    model,
-    drafter,
+    packed: Packed,
+    packed_drafter: Packed | None,
     state: Slots,
     caches: Caches,
     hidden: Float[Array, "1 1 D"],
@@ -207,8 +219,8 @@ def insert(
     """Draws the next token of a text, and stores its row in a slot, overwriting the previous row completely.
 
     Args:
-        model: The model.
-        drafter: A model that drafts for it, or None.
+        packed: The model.
+        packed_drafter: A model that drafts for it, or None.
         state: All slots.
         caches: The text's caches.
         hidden: The hidden state of its last token.
@@ -226,6 +238,7 @@ def insert(
     Returns:
         The new state, and the draws of one row.
     """
+    model, drafter = packed.unpacked(), None if packed_drafter is None else packed_drafter.unpacked()
     logits = model.logits(hidden).astype(jnp.float32)
     draws = _draw(logits, key[None], drawn, history, settings, bias, features, impl)
     token = draws.token[:, 0]
@@ -243,6 +256,7 @@ def insert(
 
     state = Slots(
         paging.write_row(state.caches, caches, table, slot),
+        None,
         put(state.token, token),
         put(state.drafts, drafts),
         put(state.keys, key[None]),
@@ -254,8 +268,8 @@ def insert(
 
 @functools.partial(jax.jit, static_argnames=("features", "paging", "record", "dtype", "impl"), donate_argnames="state")
 def step(
-    model,
-    drafter,
+    packed: Packed,
+    packed_drafter: Packed | None,
     state: Slots,
     tables: Int[Array, "S blocks"],
     active: Bool[Array, " S"],
@@ -279,12 +293,14 @@ def step(
     Returns:
         The new state, and the draws.
     """
+    model, drafter = packed.unpacked(), None if packed_drafter is None else packed_drafter.unpacked()
     drafts = state.drafts if drafts is None else drafts
     assert drafts is not None
     inputs = jnp.concatenate([state.token[:, None], drafts], axis=1)  # [S, M]
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])
-    before = paging.read(state.caches, tables)
+    has_view = state.view is not None
+    before = paging.with_view(state.caches, state.view) if has_view else paging.read(state.caches, tables)
     out, routes = _called(model, record, inputs, valid=valid, cache=before.model, dtype=dtype)
     logits = model.logits(out.hidden).astype(jnp.float32)
     draws = _draw(logits, state.keys, state.drawn, state.history, settings, bias, features, impl)
@@ -306,7 +322,15 @@ def step(
     history = None if state.history is None else _counted(state.history, token, active)
     draws = dataclasses.replace(draws, taken=taken, routes=routes)
     stored = paging.write_tokens(state.caches, caches, tables, before.model.length, inputs.shape[1])
-    return Slots(stored, token, next_drafts, state.keys, state.drawn + num_new, history), draws
+    return Slots(
+        stored,
+        paging.view(caches) if has_view else None,
+        token,
+        next_drafts,
+        state.keys,
+        state.drawn + num_new,
+        history,
+    ), draws
 
 
 def _counted(history: History, token: Int[Array, " S"], active: Bool[Array, " S"]) -> History:
@@ -377,8 +401,9 @@ def _filtered(logits: Float[Array, "B V"], settings: Settings, features: Feature
 
 
 @functools.partial(jax.jit, static_argnames=("alternatives", "dtype"))
-def score_tokens(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, alternatives, dtype):
+def score_tokens(packed: Packed, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, alternatives, dtype):
     """Returns the log-probability of the token after each place, `T`, and the best tokens with theirs, `T A`."""
+    model = packed.unpacked()
     hidden = model(tokens, valid=valid, dtype=dtype).hidden[0]
 
     # A few places at a time: [T, V] in float32 would be much larger than anything else.
