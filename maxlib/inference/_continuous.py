@@ -942,7 +942,7 @@ class LocalEngine:
                     tokens, log_probs = (x[n, place, : row._alternatives].tolist() for x in draws.best)
                     row.best.append((tokens, log_probs))
                 if draws.routes is not None:
-                    row._routes.append(draws.routes[n, place : place + 1])
+                    row._routes.append(np.asarray(draws.routes[n, place : place + 1]))
                 row._add(int(draws.token[n, place]), float(draws.log_prob[n, place]), version)
                 if row.done:
                     break

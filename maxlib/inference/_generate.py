@@ -269,7 +269,7 @@ _keys = Keys(0)  # for calls of `generate` without a key
 
 @functools.partial(jax.jit, static_argnames=("count", "sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
-    model: Packed,
+    packed: Packed,
     tokens: Int[Array, "P T"],
     valid: Bool[Array, "P T"],
     seen,
@@ -283,7 +283,7 @@ def _prefill(
     cache_dtype,
 ):
     """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
-    model = model.unpacked()
+    model = packed.unpacked()
     empty = functools.partial(empty_cache, model, capacity=capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
     # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
@@ -320,9 +320,9 @@ def _repeats(texts: Sequence[Sequence[int]]) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
-def _decode(model: Packed, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
+def _decode(packed: Packed, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
     """Runs one token per row, and returns the next tokens and the cache, which reuses the old cache's memory."""
-    model = model.unpacked()
+    model = packed.unpacked()
     out = model(token[:, None], cache=cache, dtype=dtype)
     return _draw(model, out.hidden, keys, step, sampler), out.cache
 

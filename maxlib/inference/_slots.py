@@ -120,7 +120,7 @@ class Draws:
 
 @functools.partial(jax.jit, static_argnames=("making", "paging", "num_blocks", "record", "dtype"))
 def prefill(
-    model: Packed,
+    packed: Packed,
     tokens: Int[Array, "1 T"],
     valid: Bool[Array, "1 T"],
     after: Int[Array, "1 T"],
@@ -136,7 +136,7 @@ def prefill(
     routes, `T L X` or None.
 
     Args:
-        model: The model.
+        packed: The model.
         tokens: The tokens.
         valid: False for padding.
         after: The token after each, -1 where it is not known; only the MTP module reads them.
@@ -147,14 +147,14 @@ def prefill(
         record: True returns the routes.
         dtype: Dtype of the computation.
     """
-    unpacked = model.unpacked()
-    caches = paging.empty_row(unpacked, making, num_blocks)
-    return _run(unpacked, caches, tokens, valid, after, inputs, record, dtype)
+    model = packed.unpacked()
+    caches = paging.empty_row(model, making, num_blocks)
+    return _run(model, caches, tokens, valid, after, inputs, record, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("record", "dtype"), donate_argnames="caches")
 def extend(
-    model: Packed,
+    packed: Packed,
     caches,
     tokens: Int[Array, "1 T"],
     valid: Bool[Array, "1 T"],
@@ -164,7 +164,7 @@ def extend(
     dtype,
 ):
     """Runs the next chunk of a prompt, and returns the same as `prefill`."""
-    return _run(model.unpacked(), caches, tokens, valid, after, {}, record, dtype)
+    return _run(packed.unpacked(), caches, tokens, valid, after, {}, record, dtype)
 
 
 def _called(model, record: bool, tokens, **inputs):
@@ -299,8 +299,8 @@ def step(
     inputs = jnp.concatenate([state.token[:, None], drafts], axis=1)  # [S, M]
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])
-    has_view = state.view is not None
-    before = paging.with_view(state.caches, state.view) if has_view else paging.read(state.caches, tables)
+    view = state.view
+    before = paging.read(state.caches, tables) if view is None else paging.with_view(state.caches, view)
     out, routes = _called(model, record, inputs, valid=valid, cache=before.model, dtype=dtype)
     logits = model.logits(out.hidden).astype(jnp.float32)
     draws = _draw(logits, state.keys, state.drawn, state.history, settings, bias, features, impl)
@@ -324,7 +324,7 @@ def step(
     stored = paging.write_tokens(state.caches, caches, tables, before.model.length, inputs.shape[1])
     return Slots(
         stored,
-        paging.view(caches) if has_view else None,
+        None if view is None else paging.view(caches),
         token,
         next_drafts,
         state.keys,

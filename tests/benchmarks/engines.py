@@ -102,7 +102,8 @@ def serve(directory: Path, slots: int) -> Engine:
 
 def rounds(engine: Engine, temperature: float, count: int) -> Callable[[], list[list[int]]]:
     """Returns a function that generates for prompts of new ids in each call."""
-    sizes, limits = np.exp(np.random.default_rng(0).uniform(*np.log(LENGTHS), (2, count))).round().astype(int).tolist()
+    low, high = np.log(LENGTHS)
+    sizes, limits = np.exp(np.random.default_rng(0).uniform(low, high, (2, count))).round().astype(int).tolist()
     number = iter(range(1000))
 
     def run() -> list[list[int]]:

@@ -218,6 +218,7 @@ def test_a_window_becomes_a_ring_when_a_longer_request_comes():
         next(iter(first))
         rest = [each.submit(p, max_new_tokens=n) for p, n in zip(prompts[1:], limits[1:], strict=True)]
         assert [request.result().tokens for request in (first, *rest)] == want
+    assert engine._state is not None
     assert {type(cache) for cache in nn.cache.layer_caches(engine._state.caches.model.layers)} == {nn.cache.RingCache}
 
 
