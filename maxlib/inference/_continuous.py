@@ -18,7 +18,7 @@ from jaxtyping import Array, Key
 
 from maxlib import nn
 from maxlib.inference._arguments import Ids, Prompts, StopIds, check_limits, check_prompts, check_stop, integer
-from maxlib.inference._drafts import NGrams, check_drafter, check_rewinds
+from maxlib.inference._drafts import check_drafter, check_rewinds, draft_tokens
 from maxlib.inference._engine import Completion
 from maxlib.inference._generate import (
     Audio,
@@ -47,6 +47,7 @@ from maxlib.inference._requests import (
     SHORTEST_PREFIX,
     LogitsProcessor,
     Request,
+    bias_of,
     common_length,
     features_of,
     have_equal_inputs,
@@ -69,6 +70,8 @@ from maxlib.inference._slots import (
     step,
 )
 from maxlib.inference._text import StopTexts
+
+_FEWEST_ROWS = 8  # of a step, unless the engine has fewer slots: each number of rows is a program
 
 
 @dataclasses.dataclass
@@ -221,7 +224,8 @@ class LocalEngine:
         self._clock = itertools.count(1)
         self._job: _Prefill | None = None
         self._prompt: _Prefill | None = None  # the last prompt that was computed
-        self._size = self._width = 0  # maximum number of tokens in a row, and blocks of a row in the view
+        self._size = 0  # maximum number of tokens in a row
+        self._width, self._last_slots = 0, list[int]()  # blocks of a row, and slots, in the last step
         self._blocks = Blocks()
         self._paging: Paging | None = None
         self._state: Slots | None = None
@@ -827,7 +831,7 @@ class LocalEngine:
             np.array([len(request.tokens)], np.int32),
             history,
             settings_of([request], vocab),
-            self._bias([request]),
+            bias_of([request], vocab),
             features=self._features_of([request]),
             paging=paging,
             impl=self._impl,
@@ -848,20 +852,26 @@ class LocalEngine:
     def _start(self) -> None:
         """Starts a step of all rows, whose tokens are read later."""
         assert self._state is not None
-        rows, bias = list(self._rows), self._bias(self._rows)
+        slots = self._slots_to_run()
+        rows = [self._rows[slot] if slot < self.slots else None for slot in slots]
+        bias = bias_of(rows, self.generator.vocab)
         if rows != self._rows_of_settings:
             self._rows_of_settings, self._settings = rows, settings_of(rows, self.generator.vocab)
         self.num_steps += 1
-        drafts, num_drafts = self._drafts(rows)
+        drafts, num_drafts = draft_tokens(rows, self.num_drafts, by_model=self._mtp or self._drafter is not None)
+        self.num_drafted += int(num_drafts.sum())
         width = self._view(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
         tables = np.stack([table_of([] if row is None else row._blocks, width) for row in rows])
-        if self.cache_tokens is None and (self._state.view is None or width != self._width):
+        if self.cache_tokens is None and (
+            self._state.view is None or (slots, width) != (self._last_slots, self._width)
+        ):
             self._width, view = width, gather_view(self._state.caches, tables, paging=self._paging)
             self._state = dataclasses.replace(self._state, view=view)
         self._state, draws = step(
             self.generator.packed,
             self._drafter,
             self._state,
+            None if len(slots) == self.slots else np.array(slots, np.int32),
             tables,
             np.array([row is not None for row in rows]),
             drafts,
@@ -874,13 +884,28 @@ class LocalEngine:
             dtype=self.generator.dtype,
             impl=self._impl,
         )
-        for slot, row in enumerate(rows):
+        self._last_slots, drawings = slots, []
+        for n, (slot, row) in enumerate(zip(slots, rows, strict=True)):
             if row is not None:
                 row._issued += 1
                 # The slot becomes free after the row's last step.
                 self._rows[slot] = None if row._issued == row._limit else row
-        drawings = [_Drawing(n, n, row, self.version) for n, row in enumerate(rows) if row is not None]
+                drawings.append(_Drawing(n, slot, row, self.version))
         self._pending.append((drawings, draws))
+
+    def _slots_to_run(self) -> list[int]:
+        """Returns the slots whose rows take part in a step: all, or fewer when most have no row, the last ones of which
+        may not exist.
+        """
+        active = [slot for slot, row in enumerate(self._rows) if row is not None]
+        count = self.slots
+        while count >= 2 * _FEWEST_ROWS and 2 * len(active) <= count:
+            count = -(-count // 2)
+        if count == self.slots:
+            return list(range(count))
+        if len(self._last_slots) == count and set(active) <= set(self._last_slots):  # their view is kept
+            return self._last_slots
+        return active + [self.slots] * (count - len(active))
 
     def _features_of(self, rows: Sequence[Request | None]) -> Features:
         """Returns what a step must compute: also what earlier rows needed, so that a mixture of rows has few programs,
@@ -888,43 +913,6 @@ class LocalEngine:
         """
         self._features |= features_of(rows)
         return self._features
-
-    def _drafts(self, rows: Sequence[Request | None]) -> tuple[np.ndarray | None, np.ndarray]:
-        """Returns drafts of each row, `S N`, and how many there are. N is 0 if no row has drafts; None stands for the
-        drafts of a model, which the devices have.
-        """
-        drafts, counts = np.zeros((len(rows), self.num_drafts), np.int32), np.zeros(len(rows), np.int32)
-        if not self.num_drafts:
-            return drafts, counts
-        has_model = self._mtp or self._drafter is not None
-        for n, row in enumerate(rows):
-            # What processors and penalties do to later tokens depends on the drafts.
-            if row is None or row._processors or row._sampler.penalizes:
-                continue
-            counts[n] = min(self.num_drafts, row._limit - len(row.tokens))
-            if not has_model:
-                row._ngrams = row._ngrams or NGrams(row.prompt)
-                guesses = row._ngrams.drafts(row.tokens, int(counts[n]))
-                drafts[n, : len(guesses)], counts[n] = guesses, len(guesses)
-            self.num_drafted += int(counts[n])
-        return (None if has_model else drafts if counts.any() else drafts[:, :0]), counts
-
-    def _bias(self, rows: Sequence[Request | None]) -> np.ndarray | None:
-        """Returns what processors add to the logits of each row; None without processors. A row whose processor fails
-        ends with its error.
-        """
-        if not any(row is not None and row._processors for row in rows):
-            return None
-        bias = np.zeros((len(rows), self.generator.vocab), np.float32)
-        for row, values in zip(rows, bias, strict=True):
-            if row is None:
-                continue
-            try:
-                for process in row._processors:
-                    values += process(row)
-            except Exception as error:
-                row._fail(error)
-        return bias
 
     def _read_all_but(self, count: int) -> None:
         """Reads the tokens of all steps but the last `count`."""

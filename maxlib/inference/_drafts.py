@@ -1,9 +1,14 @@
 """Drafts of a row's next tokens, which a step verifies at once: who makes them, and whether a model allows them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from maxlib import nn
+
+if TYPE_CHECKING:
+    from maxlib.inference._requests import Request
 
 _SIZES = (4, 3, 2)  # of the n-grams, the longest first
 
@@ -42,6 +47,26 @@ class NGrams:
             if place is not None and count > 0:
                 return self._text[place : place + count]
         return []
+
+
+def draft_tokens(
+    rows: Sequence["Request | None"], count: int, *, by_model: bool
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """Returns drafts of each row, `S N`, and how many there are.
+
+    N is 0 if no row has drafts; None stands for the drafts of a model, which the devices have.
+    """
+    drafts, counts = np.zeros((len(rows), count), np.int32), np.zeros(len(rows), np.int32)
+    for n, row in enumerate(rows if count else ()):
+        # What processors and penalties do to later tokens depends on the drafts.
+        if row is None or row._processors or row._sampler.penalizes:
+            continue
+        counts[n] = min(count, row._limit - len(row.tokens))
+        if not by_model:
+            row._ngrams = row._ngrams or NGrams(row.prompt)
+            guesses = row._ngrams.drafts(row.tokens, int(counts[n]))
+            drafts[n, : len(guesses)], counts[n] = guesses, len(guesses)
+    return (None if by_model else drafts if counts.any() else drafts[:, :0]), counts
 
 
 def check_drafter(model: Any, drafter: Any, num_drafts: int) -> None:

@@ -119,12 +119,12 @@ class Paging:
 
         return self._map(zeros, row)
 
-    def read(self, stored: Caches, tables: Int[Array, "R N"], slots: Any = None) -> Caches:
+    def read(self, stored: Caches, tables: Int[Array, "R N"], slots: Int[Array, " R"] | None) -> Caches:
         """Returns the caches of rows as a model reads them; `slots` is None for those of all slots."""
 
         def gather(x: Array, rate: int) -> Array:
             if not rate:
-                return x if slots is None else x[slots]
+                return of_slots(x, slots)
             rows = x.at[tables].get(mode="clip")  # [P, E, ...] -> [R, N, E, ...]
             return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
@@ -134,10 +134,10 @@ class Paging:
         """Returns those arrays of caches that are stored in blocks."""
         return [x for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
 
-    def with_view(self, stored: Caches, view: list[Array]) -> Caches:
-        """Returns the caches of the rows of all slots, whose blocks are gathered already."""
+    def with_view(self, stored: Caches, view: list[Array], slots: Int[Array, " R"] | None) -> Caches:
+        """Returns the caches of rows whose blocks are gathered already."""
         arrays = iter(view)
-        return self._map(lambda x, rate: next(arrays) if rate else x, stored)
+        return self._map(lambda x, rate: next(arrays) if rate else of_slots(x, slots), stored)
 
     def write_row(self, stored: Caches, row: Caches, table: Int[Array, " N"], slot: Any) -> Caches:
         """Stores a row in its slot and in the blocks of `table`."""
@@ -150,16 +150,22 @@ class Paging:
         return self._map(write, stored, row)
 
     def write_tokens(
-        self, stored: Caches, rows: Caches, tables: Int[Array, "S N"], start: Int[Array, " S"], count: int
+        self,
+        stored: Caches,
+        rows: Caches,
+        tables: Int[Array, "R N"],
+        slots: Int[Array, " R"] | None,
+        start: Int[Array, " R"],
+        count: int,
     ) -> Caches:
-        """Stores `count` tokens of all slots' rows from `start` on."""
-        index = start[:, None] + jnp.arange(count)[None]  # [S, M]
+        """Stores `count` tokens of rows from `start` on."""
+        index = start[:, None] + jnp.arange(count)[None]  # [R, M]
         row = jnp.arange(len(start))[:, None]
         block = tables.at[row, index // self.block].get(mode="fill", fill_value=NOWHERE)
 
         def write(x: Array, new: Array, rate: int) -> Array:
             if not rate:
-                return new
+                return with_slots(x, slots, new)
             entry = index // rate
             return x.at[block, entry % x.shape[1]].set(new.at[row, entry].get(mode="clip"), mode="drop")
 
@@ -171,6 +177,16 @@ class Paging:
         return jax.tree.unflatten(
             jax.tree.structure(caches), [f(*each) for each in zip(*arrays, self.rates, strict=True)]
         )
+
+
+def of_slots(x: Array, slots: Int[Array, " R"] | None) -> Array:
+    """Returns the rows of slots; all of them without `slots`."""
+    return x if slots is None else x.at[slots].get(mode="clip")
+
+
+def with_slots(x: Array, slots: Int[Array, " R"] | None, rows: Array) -> Array:
+    """Returns the rows of all slots, those of `slots` replaced; slots that do not exist are dropped."""
+    return rows if slots is None else x.at[slots].set(rows, mode="drop")
 
 
 def _in_rings(caches: Caches) -> list[bool]:
@@ -192,14 +208,14 @@ def with_blocks(stored: Caches, *, paging: Paging, num_blocks: int) -> Caches:
 @functools.partial(jax.jit, static_argnames="paging")
 def read_row(stored: Caches, table: Int[Array, " N"], slot: Any, length: Any, *, paging: Paging) -> Caches:
     """Returns the first `length` tokens of a row as caches of one row."""
-    row = paging.read(stored, table[None], slot[None])
+    row = paging.read(stored, table[None], jnp.asarray(slot)[None])
     return row.with_length(jnp.full(1, length, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames="paging")
-def gather_view(stored: Caches, tables: Int[Array, "S N"], *, paging: Paging) -> list[Array]:
-    """Returns the view of all slots' rows."""
-    return paging.view(paging.read(stored, tables))
+def gather_view(stored: Caches, tables: Int[Array, "R N"], *, paging: Paging) -> list[Array]:
+    """Returns the view of rows."""
+    return paging.view(paging.read(stored, tables, None))
 
 
 class Blocks:

@@ -202,6 +202,24 @@ def features_of(rows: Sequence[Request | None]) -> Features:
     )
 
 
+def bias_of(rows: Sequence[Request | None], vocab: int) -> np.ndarray | None:
+    """Returns what processors add to the logits of each row; None without processors. A row whose processor fails ends
+    with its error.
+    """
+    if not any(row is not None and row._processors for row in rows):
+        return None
+    bias = np.zeros((len(rows), vocab), np.float32)
+    for row, values in zip(rows, bias, strict=True):
+        if row is None:
+            continue
+        try:
+            for process in row._processors:
+                values += process(row)
+        except Exception as error:
+            row._fail(error)
+    return bias
+
+
 def power_of_two(number: int) -> int:
     """Rounds a number up to a power of two, so that similar ones share a program; 0 stays 0."""
     return 1 << (number - 1).bit_length() if number else 0

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
 from maxlib.inference._generate import Packed
-from maxlib.inference._pages import Caches, Making, Paging
+from maxlib.inference._pages import Caches, Making, Paging, of_slots, with_slots
 from maxlib.inference._sampling import in_nucleus, scaled, without_unlikely
 
 
@@ -271,12 +271,13 @@ def step(
     packed: Packed,
     packed_drafter: Packed | None,
     state: Slots,
-    tables: Int[Array, "S blocks"],
-    active: Bool[Array, " S"],
-    drafts: Int[Array, "S N"] | None,
-    num_drafts: Int[Array, " S"],
+    slots: Int[Array, " R"] | None,
+    tables: Int[Array, "R blocks"],
+    active: Bool[Array, " R"],
+    drafts: Int[Array, "R N"] | None,
+    num_drafts: Int[Array, " R"],
     settings: Settings,
-    bias: Float[Array, "S V"] | None,
+    bias: Float[Array, "R V"] | None,
     *,
     features: Features,
     paging: Paging,
@@ -286,6 +287,8 @@ def step(
 ) -> tuple[Slots, Draws]:
     """Runs the last token of each active row and its drafts, and draws the tokens after them.
 
+    Its R rows are those of `slots`, or of all slots without them.
+
     A draft counts if it is the token that is drawn in its place. So a row has the same tokens as without drafts:
     this is rejection sampling (Leviathan et al. 2023, arXiv:2211.17192) with certain drafts, which are accepted with
     their probability under the model, and replaced by a draw among the other tokens.
@@ -294,21 +297,24 @@ def step(
         The new state, and the draws.
     """
     model, drafter = packed.unpacked(), None if packed_drafter is None else packed_drafter.unpacked()
-    drafts = state.drafts if drafts is None else drafts
-    assert drafts is not None
-    inputs = jnp.concatenate([state.token[:, None], drafts], axis=1)  # [S, M]
+    rows = jax.tree.map(
+        lambda x: of_slots(x, slots), (state.token, state.drafts, state.keys, state.drawn, state.history)
+    )
+    token, own_drafts, keys, drawn, history = rows
+    drafts = own_drafts if drafts is None else drafts
+    inputs = jnp.concatenate([token[:, None], drafts], axis=1)  # [R, M]
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])
     view = state.view
-    before = paging.read(state.caches, tables) if view is None else paging.with_view(state.caches, view)
+    before = paging.read(state.caches, tables, slots) if view is None else paging.with_view(state.caches, view, slots)
     out, routes = _called(model, record, inputs, valid=valid, cache=before.model, dtype=dtype)
     logits = model.logits(out.hidden).astype(jnp.float32)
-    draws = _draw(logits, state.keys, state.drawn, state.history, settings, bias, features, impl)
+    draws = _draw(logits, keys, drawn, history, settings, bias, features, impl)
     right = (draws.token[:, :-1] == drafts) & (place[:, 1:] <= num_drafts[:, None])
     taken = jnp.cumprod(right, axis=1).sum(axis=1)
     num_new = jnp.where(active, 1 + taken, 0)
-    caches, token = Caches(out.cache, before.mtp), jnp.take_along_axis(draws.token, taken[:, None], axis=1)[:, 0]
-    token = jnp.where(active, token, state.token)
+    caches, last = Caches(out.cache, before.mtp), jnp.take_along_axis(draws.token, taken[:, None], axis=1)[:, 0]
+    token = jnp.where(active, last, token)
     if drafts.shape[1]:  # later slots are overwritten
         caches = caches.with_length(before.model.length + num_new)
     next_drafts = None
@@ -319,17 +325,14 @@ def step(
     elif drafter is not None:
         last = jnp.take_along_axis(out.hidden, taken[:, None, None], axis=1)
         next_drafts = drafter.draft(model, last, token, caches.model, count=drafts.shape[1])
-    history = None if state.history is None else _counted(state.history, token, active)
+    history = None if history is None else _counted(history, token, active)
     draws = dataclasses.replace(draws, taken=taken, routes=routes)
-    stored = paging.write_tokens(state.caches, caches, tables, before.model.length, inputs.shape[1])
+    new = (token, next_drafts, keys, drawn + num_new, history)
+    old = (state.token, state.drafts, state.keys, state.drawn, state.history)
     return Slots(
-        stored,
+        paging.write_tokens(state.caches, caches, tables, slots, before.model.length, inputs.shape[1]),
         None if view is None else paging.view(caches),
-        token,
-        next_drafts,
-        state.keys,
-        state.drawn + num_new,
-        history,
+        *jax.tree.map(lambda x, rows: with_slots(x, slots, rows), old, new),
     ), draws
 
 

@@ -62,6 +62,7 @@ def test_reuse_chunks_drafts_and_order_change_no_text(model):
     random.Random(1).shuffle(order)
     engine = LocalEngine(model, slots=2, cache_tokens=192, chunk=16, num_drafts=3, dtype=jnp.float32)
     equal(run(engine, order)[0], want)
+    equal(run(LocalEngine(model, slots=20, dtype=jnp.float32), order)[0], want)  # a step runs ten rows
 
 
 def count_calls(monkeypatch, name):
@@ -106,7 +107,8 @@ def test_rows_share_the_blocks_of_their_common_beginning(model):
 def test_a_state_is_reused_by_what_continues_all_of_it(monkeypatch):
     """It cannot be rewound: a conversation goes on from its slot, also after a stop token."""
     model = jax.jit(lambda: Hybrid(rngs=nnx.Rngs(0)))()
-    engine, alone = (LocalEngine(model, slots=2, reuse=reuse, chunk=16, dtype=jnp.float32) for reuse in (True, False))
+    engine = LocalEngine(model, slots=16, chunk=16, dtype=jnp.float32)  # of which a step runs eight
+    alone = LocalEngine(model, slots=2, reuse=False, chunk=16, dtype=jnp.float32)
     first = engine.submit(SYSTEM, max_new_tokens=9).result().tokens
     stop = first[4]
     conversation = [*SYSTEM]
