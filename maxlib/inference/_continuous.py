@@ -46,6 +46,7 @@ from maxlib.inference._pages import (
 from maxlib.inference._requests import (
     SHORTEST_PREFIX,
     LogitsProcessor,
+    Options,
     Request,
     bias_of,
     common_length,
@@ -67,6 +68,7 @@ from maxlib.inference._slots import (
     insert,
     prefill,
     score_tokens,
+    split_key,
     step,
 )
 from maxlib.inference._text import StopTexts
@@ -340,20 +342,11 @@ class LocalEngine:
             check_inputs(self.generator.model, ids[None], seen, heard)
             for ids, seen, heard in zip(right_padded(texts)[0], images, audio, strict=True)
         ]
-        key = self._keys(key)
         # The same keys as `Generator.generate` with each prompt repeated `num_samples` times.
-        keys = np.asarray(jax.random.key_data(jax.random.split(key, len(texts) * count)))
-        make = functools.partial(
-            self._request,
-            impl=str(jax.random.key_impl(key)),
-            sampler=sampler,
-            stop_token_ids=check_stop(stop_token_ids, self.generator.vocab),
-            stop=stop,
-            processors=processors,
-            alternatives=0,
-        )
+        keys = self._row_keys(key, len(texts) * count)
+        options = self._options(sampler, stop_token_ids, stop, processors, 0)
         requests = {
-            make(text, inputs[n], limits[n], keys[n * count + i]): (n, i)
+            self._request(text, inputs[n], limits[n], keys[n * count + i], options): (n, i)
             for n, text in enumerate(texts)
             for i in range(count)
         }
@@ -394,18 +387,12 @@ class LocalEngine:
             ValueError: for the same reasons as `stream`.
         """
         (text,) = check_prompts([prompt], self.generator.vocab)
-        key = self._keys(key)
         request = self._request(
             text,
             check_inputs(self.generator.model, np.asarray(text)[None], images, audio),
             integer("max_new_tokens", max_new_tokens),
-            np.asarray(jax.random.key_data(jax.random.split(key, 1)))[0],
-            impl=str(jax.random.key_impl(key)),
-            sampler=sampler,
-            stop_token_ids=check_stop(stop_token_ids, self.generator.vocab),
-            stop=stop,
-            processors=processors,
-            alternatives=integer("alternatives", alternatives, least=0),
+            self._row_keys(key, 1)[0],
+            self._options(sampler, stop_token_ids, stop, processors, alternatives),
         )
         self._inbox.put(request)
         return request
@@ -485,36 +472,41 @@ class LocalEngine:
                     self._driver = None
                     return
 
-    def _request(
+    def _row_keys(self, key: Key[Array, ""] | None, count: int) -> np.ndarray:
+        """Returns the data of the keys of rows."""
+        key = self._keys(key)
+        impl = str(jax.random.key_impl(key))
+        if self._impl not in ("", impl):
+            raise ValueError(f"an engine's keys must be of one implementation, got {impl} after {self._impl}")
+        self._impl = impl
+        return np.asarray(split_key(key, count))
+
+    def _options(
         self,
-        prompt: list[int],
-        inputs: dict[str, Any],
-        limit: int,
-        key: np.ndarray,
-        *,
-        impl: str,
         sampler: Sampler,
-        stop_token_ids: frozenset[int],
+        stop_token_ids: StopIds,
         stop: Collection[str],
         processors: Sequence[LogitsProcessor],
-        alternatives: int,
-    ) -> Request:
-        """Returns a request that is not queued yet; raises ValueError for one that the engine cannot run."""
+        alternatives: SupportsIndex,
+    ) -> Options:
+        """Returns the options of requests; raises ValueError for those that the engine cannot follow."""
         check_sampler(sampler)
         if isinstance(stop, str):
             raise ValueError(f"stop must be a list of texts, got {stop!r}: put it in a list")
         if stop and self.tokenizer is None:
             raise ValueError("stop needs the text of tokens: make the engine with tokenizer=")
-        if self._impl not in ("", impl):
-            raise ValueError(f"an engine's keys must be of one implementation, got {impl} after {self._impl}")
-        self._impl = impl
+        ends = check_stop(stop_token_ids, self.generator.vocab)
+        texts = StopTexts(self.tokenizer.decode, stop) if stop else None
+        return Options(sampler, ends, texts, tuple(processors), integer("alternatives", alternatives, least=0))
+
+    def _request(
+        self, prompt: list[int], inputs: dict[str, Any], limit: int, key: np.ndarray, options: Options
+    ) -> Request:
+        """Returns a request that is not queued yet; raises ValueError for one that the engine cannot run."""
         if inputs and self._mtp:
             raise ValueError(f'{type(self.generator.model).__name__} drafts from text only: use drafter="ngram"')
         self._check_length(prompt, limit)
-        stop_texts = StopTexts(self.tokenizer.decode, stop) if stop else None
-        return Request(
-            self, prompt, inputs, limit, key, sampler, stop_token_ids, stop_texts, tuple(processors), alternatives
-        )
+        return Request(self, prompt, inputs, limit, key, options)
 
     def _check_length(self, prompt: list[int], limit: int) -> None:
         """Raises ValueError for a prompt that the model cannot continue."""
@@ -562,7 +554,7 @@ class LocalEngine:
         self._admit()
         # Start the next step before reading the tokens of the last one, so that devices need not wait; but not if its
         # rows depend on these tokens, or a row that has ended must not take part.
-        ahead = self._rewinds and not self.num_drafts and not any(row and row._processors for row in self._rows)
+        ahead = self._rewinds and not self.num_drafts and not any(row and row._options.processors for row in self._rows)
         if not ahead:
             self._read_all_but(0)
         self._take_blocks()
@@ -807,7 +799,7 @@ class LocalEngine:
                 num_drafts=self.num_drafts if self._mtp or self._drafter is not None else 0,
                 paging=paging,
             )
-        if request._sampler.penalizes and state.history is None:
+        if request._options.sampler.penalizes and state.history is None:
             shape = (self.slots, vocab)
             history = History(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
             state = dataclasses.replace(state, history=history)
@@ -926,8 +918,8 @@ class LocalEngine:
             self.num_accepted += int(draws.taken[n])
             # A row that stopped may be in one more step, which had already been started.
             for place in range(0 if row.done else 1 + int(draws.taken[n])):
-                if row._alternatives and draws.best is not None:
-                    tokens, log_probs = (x[n, place, : row._alternatives].tolist() for x in draws.best)
+                if row._options.alternatives and draws.best is not None:
+                    tokens, log_probs = (x[n, place, : row._options.alternatives].tolist() for x in draws.best)
                     row.best.append((tokens, log_probs))
                 if draws.routes is not None:
                     row._routes.append(np.asarray(draws.routes[n, place : place + 1]))

@@ -59,7 +59,7 @@ def draft_tokens(
     drafts, counts = np.zeros((len(rows), count), np.int32), np.zeros(len(rows), np.int32)
     for n, row in enumerate(rows if count else ()):
         # What processors and penalties do to later tokens depends on the drafts.
-        if row is None or row._processors or row._sampler.penalizes:
+        if row is None or row._options.processors or row._options.sampler.penalizes:
             continue
         counts[n] = min(count, row._limit - len(row.tokens))
         if not by_model:

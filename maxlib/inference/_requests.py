@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 LogitsProcessor = Callable[["Request"], Float[np.ndarray, " V"]]
 SHORTEST_PREFIX = 16  # tokens that are worth copying instead of computing them
+
+
+class Options(NamedTuple):
+    """What requests of one call have in common; see `LocalEngine.submit`."""
+
+    sampler: Sampler
+    stop_token_ids: frozenset[int]
+    stop: StopTexts | None
+    processors: tuple[LogitsProcessor, ...]
+    alternatives: int
 
 
 class Request:
@@ -48,15 +58,10 @@ class Request:
         inputs: dict[str, Any],
         limit: int,
         key: np.ndarray,
-        sampler: Sampler,
-        stop_token_ids: frozenset[int],
-        stop_texts: StopTexts | None,
-        processors: tuple[LogitsProcessor, ...],
-        alternatives: int,
+        options: Options,
     ):
         self._engine, self.prompt, self._inputs, self._limit, self._key = engine, prompt, inputs, limit, key
-        self._sampler, self._stop, self._stop_texts = sampler, stop_token_ids, stop_texts
-        self._processors, self._alternatives = processors, alternatives
+        self._options = options
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
@@ -106,7 +111,7 @@ class Request:
     def _completion(self) -> Completion:
         assert self.finish_reason is not None
         routes = np.concatenate(self._routes) if self._routes else None
-        return Completion(self.tokens, self.log_probs, self.finish_reason, self._sampler, self.versions, routes)
+        return Completion(self.tokens, self.log_probs, self.finish_reason, self._options.sampler, self.versions, routes)
 
     def __iter__(self) -> Iterator[int]:
         """Yields tokens; runs the engine, with all its requests, while there is no new one."""
@@ -148,7 +153,8 @@ class Request:
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         self.versions.append(version)
-        if token in self._stop or (self._stop_texts is not None and self._stop_texts.end(self.tokens)):
+        stop = self._options.stop
+        if token in self._options.stop_token_ids or (stop is not None and stop.end(self.tokens)):
             self.finish_reason = "stop"
         elif len(self.tokens) == self._limit:
             self.finish_reason = "length"
@@ -177,7 +183,7 @@ def inputs_by_prompt(name: str, inputs: Any, count: int) -> Sequence[Any]:
 
 def settings_of(rows: Sequence[Request | None], vocab: int) -> Settings:
     """Returns the settings of rows as arrays; slots without a row are greedy."""
-    samplers = [GREEDY if row is None else row._sampler for row in rows]
+    samplers = [GREEDY if row is None else row._options.sampler for row in rows]
     log_min_p = [-math.inf if sampler.min_p is None else math.log(sampler.min_p) for sampler in samplers]
     penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers]
     return Settings(
@@ -192,13 +198,13 @@ def settings_of(rows: Sequence[Request | None], vocab: int) -> Settings:
 def features_of(rows: Sequence[Request | None]) -> Features:
     """Returns what a step of these rows must compute."""
     requests = [row for row in rows if row is not None]
-    samplers = [row._sampler for row in requests if row._sampler.temperature > 0]
+    samplers = [row._options.sampler for row in requests if row._options.sampler.temperature > 0]
     return Features(
         samples=bool(samplers),
         top_k=power_of_two(max((sampler.top_k or 0 for sampler in samplers), default=0)),
         top_p=any((sampler.top_p or 1.0) < 1 for sampler in samplers),
         min_p=any(sampler.min_p is not None for sampler in samplers),
-        alternatives=power_of_two(max((row._alternatives for row in requests), default=0)),
+        alternatives=power_of_two(max((row._options.alternatives for row in requests), default=0)),
     )
 
 
@@ -206,14 +212,14 @@ def bias_of(rows: Sequence[Request | None], vocab: int) -> np.ndarray | None:
     """Returns what processors add to the logits of each row; None without processors. A row whose processor fails ends
     with its error.
     """
-    if not any(row is not None and row._processors for row in rows):
+    if not any(row is not None and row._options.processors for row in rows):
         return None
     bias = np.zeros((len(rows), vocab), np.float32)
     for row, values in zip(rows, bias, strict=True):
         if row is None:
             continue
         try:
-            for process in row._processors:
+            for process in row._options.processors:
                 values += process(row)
         except Exception as error:
             row._fail(error)

@@ -118,6 +118,12 @@ class Draws:
     routes: Int[Array, "S M L X"] | None = None
 
 
+@functools.partial(jax.jit, static_argnames="count")
+def split_key(key: Key[Array, ""], count: int) -> UInt32[Array, "count K"]:
+    """Returns the data of the keys of rows."""
+    return jax.random.key_data(jax.random.split(key, count))
+
+
 @functools.partial(jax.jit, static_argnames=("making", "paging", "num_blocks", "record", "dtype"))
 def prefill(
     packed: Packed,

@@ -171,15 +171,10 @@ def completion_batch(
             f"as ImageProcessor.blank(patches), got {len(images)} of them and blank={type(blank).__name__}"
         )
     seen, sampler = images or [None] * len(prompts), next(iter(samplers), None)
+    reported = [(x.routes, x.version) if isinstance(x, Completion) else (None, None) for x in completions]
     trajectories = [
-        Trajectory(
-            [Part(prompt), Part(text, True, log_probs)],
-            patches,
-            sampler,
-            completion.routes if isinstance(completion, Completion) else None,
-            completion.version if isinstance(completion, Completion) else None,
-        )
-        for prompt, completion, text, log_probs, patches in zip(prompts, completions, texts, scores, seen, strict=True)
+        Trajectory([Part(prompt), Part(text, True, log_probs)], patches, sampler, *of_engine)
+        for prompt, text, log_probs, patches, of_engine in zip(prompts, texts, scores, seen, reported, strict=True)
     ]
     return trajectory_batch(trajectories, advantages, length=length, blank=blank)
 
