@@ -340,24 +340,26 @@ class _Server:
         ends = sorted({*fields.stop_token_ids, *(() if fields.ignore_eos else self.ends)})
         processors = await asyncio.to_thread(self._processors, fields, ends)
         choices: list[_Choice] = []
+
+        def submit(number: int) -> None:
+            prompt = prompts[number // fields.n]
+            request = self.engine.submit(
+                prompt,
+                max_new_tokens=max(1, fields.max_tokens or 0),
+                sampler=fields.sampler,
+                stop_token_ids=ends,
+                stop=fields.stop,
+                processors=processors,
+                alternatives=fields.num_alternatives,
+                key=None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number),
+            )
+            show_special = tool_format is not None
+            writer = TextWriter(self.tokenizer, prompt, stop=fields.stop, ends=ends, show_special=show_special)
+            choices.append(_Choice(request, writer, tool_format, tools))
+
         try:
-            for number in range(len(prompts) * fields.n):
-                prompt = prompts[number // fields.n]
-                key = None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number)
-                request = self.engine.submit(
-                    prompt,
-                    max_new_tokens=max(1, fields.max_tokens),
-                    sampler=fields.sampler,
-                    stop_token_ids=ends,
-                    stop=fields.stop,
-                    processors=processors,
-                    alternatives=fields.num_alternatives,
-                    key=key,
-                )
-                writer = TextWriter(
-                    self.tokenizer, prompt, stop=fields.stop, ends=ends, show_special=tool_format is not None
-                )
-                choices.append(_Choice(request, writer, tool_format, tools))
+            for number in range(len(prompts) * fields.n):  # in a thread, as a row's key may wait for a step
+                await asyncio.to_thread(submit, number)
         except ValueError as error:
             for choice in choices:
                 choice.request.cancel()
