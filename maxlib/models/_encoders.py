@@ -1,7 +1,7 @@
 """Heads of encoders: for masked tokens, or for classes of whole sequences. Letter in shapes: C = D + 1."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -71,10 +71,6 @@ class EncoderLM(nn.Decoder):
         weight = self.head_weight().astype(hidden.dtype)
         logits = jnp.einsum("...D,VD->...V", hidden, weight, preferred_element_type=jnp.float32)
         return constrain(logits, "batch", "seq", "act_vocab")
-
-    def init_cache(self, batch: int, capacity: int, **_: Any) -> NoReturn:
-        """Raises ValueError: tokens attend to later ones, so an encoder cannot decode one by one."""
-        raise ValueError(f"{type(self).__name__} is an encoder, which has no cache: call it with whole sequences")
 
 
 def labels(architecture: str | Callable[[Any], str]) -> Computed:

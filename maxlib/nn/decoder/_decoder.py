@@ -269,7 +269,15 @@ class Decoder(nnx.Module):
             capacity: Maximum number of tokens in a row; results do not depend on it.
             dtype: Dtype of the stored values; int8 and float8 are quantized.
             rope_length: See `Cache`.
+
+        Raises:
+            ValueError: for an encoder, whose tokens attend to later ones.
         """
+        if not self.has_cache:
+            raise ValueError(
+                f"{type(self).__name__} is an encoder, which has no cache: its tokens attend to later ones. Call it with "
+                "whole sequences, or with inference.denoise if it is a diffusion model"
+            )
         layers = self.layers.init_cache(batch, capacity, dtype)
         moves = any(reader.moves_positions for reader in self.inputs.values())
         offset = jnp.zeros(batch, jnp.int32) if moves else None
