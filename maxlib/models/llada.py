@@ -4,6 +4,7 @@ It predicts the tokens behind masks (`training.MaskedDiffusion`) and generates b
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from flax import nnx
 
@@ -44,11 +45,11 @@ class LLaDA(TextDecoder):
         super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
 
-def _read_rope(hf: HFConfig, c: Config) -> Rope:
+def _read_rope(hf: HFConfig, c: Any) -> Rope:
     return Rope(c.head_dim, hf.take("rope_theta", 10_000.0), max_length=hf.take("max_sequence_length", kind=int))
 
 
-def _write_rope(rope: Rope, cfg: Config) -> dict[str, float | int | None]:
+def _write_rope(rope: Rope, cfg: Config) -> dict[str, Any]:
     if rope != Rope(cfg.head_dim, rope.theta, max_length=rope.max_length):
         raise ValueError(f"LLaDA's config.json has a rope over whole heads without scaling only, got {rope}")
     return {"rope_theta": rope.theta, "max_sequence_length": rope.max_length}

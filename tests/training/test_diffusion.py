@@ -162,6 +162,6 @@ def shapes(family, preset):
 def test_layers_that_do_not_support_pairs_or_masks_are_named():
     latent = nn.with_mask(shapes(deepseek.FAMILY, "deepseek-v2-lite"), ops.BlockCausal(4, pairs=True))
     with pytest.raises(ValueError, match="MLA does not support pairs"):
-        jax.eval_shape(latent, jnp.zeros((2, 8), jnp.int32))
+        jax.eval_shape(lambda model, tokens: model(tokens), latent, jnp.zeros((2, 8), jnp.int32))
     with pytest.raises(ValueError, match="Mamba2 has none to replace"):
         nn.with_mask(shapes(mamba2.FAMILY, next(iter(mamba2.PRESETS))), ops.Full())
