@@ -41,5 +41,9 @@ if TYPE_CHECKING:
     from maxlib.data._sources import text_files as text_files
     from maxlib.data._tokenize import tokenize as tokenize
     from maxlib.data._tokenize import tokenize_chats as tokenize_chats
+    from maxlib.data._videos import Gemma4VideoProcessor as Gemma4VideoProcessor
+    from maxlib.data._videos import Qwen3VideoProcessor as Qwen3VideoProcessor
+    from maxlib.data._videos import Video as Video
+    from maxlib.data._videos import VideoProcessor as VideoProcessor
 
 __getattr__, __dir__ = lazy(__name__, __file__)
