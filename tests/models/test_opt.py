@@ -14,6 +14,7 @@ class TestOPT(Conformance):
         "num_attention_heads": 4,
         "max_position_embeddings": 48,
         "word_embed_proj_dim": 32,
+        "pad_token_id": None,  # whose row gets no gradient there
     }
     cases = {"tied": {}, "untied": {"tie_word_embeddings": False, "vocab_size": 53}}
     matters = {"num_attention_heads": 2}
