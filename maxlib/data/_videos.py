@@ -28,7 +28,7 @@ _USUAL_RATE = 24.0  # of frames whose rate is not known, as in transformers
 class Video:
     """Frames of a video that are in memory, or files of them.
 
-        data.Video(frames, fps=30.0)  # as the "video" of a part of a chat
+        film = data.Video(np.zeros((60, 16, 24, 3), np.uint8), fps=30.0)  # the "video" of a part of a chat
 
     Args:
         frames: `N H W 3` of uint8, or the frames' images or files in order.

@@ -60,8 +60,8 @@ def denoise(
     ones; the first block holds the end of the prompt. A model with `ops.Full` computes all tokens in every step, with
     masks up to `max_new_tokens`, and its blocks count from the end of the prompt.
 
-        generator = inference.Generator(model)
-        inference.denoise(generator, [[1, 2, 3]], mask_token=4, max_new_tokens=64, block=32, steps=8).texts
+        generator = inference.Generator(nn.with_mask(model, ops.BlockCausal(4)))
+        inference.denoise(generator, [[1, 2, 3]], mask_token=4, max_new_tokens=8, steps=2).texts
 
     Args:
         generator: The model, ready to decode.
