@@ -225,7 +225,7 @@ def _with_images(
         kind, each = waiting[token]
         if (patches := next(each, None)) is not None:
             ordered.append(patches)
-        placeholders.append([token] if patches is None else kind.placeholders(patches.grids[0]))
+        placeholders.append([token] if patches is None else kind.placeholders(np.asarray(patches.grids[0])))
     if (left := sum(len(list(each)) for _, each in waiting.values())) or len(ordered) != len(placeholders):
         count = len(ordered) + left
         raise ValueError(f"the template wrote {len(placeholders)} image placeholders for {count} images")

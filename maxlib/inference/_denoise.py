@@ -247,7 +247,7 @@ def _fill(
     def has_masks(state):
         return (state[0] < how.steps) & state[2].any()
 
-    steps, tokens, _ = jax.lax.while_loop(has_masks, step, (0, tokens, is_masked))
+    steps, tokens, _ = jax.lax.while_loop(has_masks, step, (jnp.zeros((), jnp.int32), tokens, is_masked))
     return tokens, steps
 
 

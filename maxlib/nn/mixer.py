@@ -169,7 +169,7 @@ def block_mask(model: Any) -> BlockCausal | None:
     Raises:
         ValueError: when its layers have different masks.
     """
-    masks = getattr(model, "masks", ())
+    masks: tuple[Mask, ...] = getattr(model, "masks", ())
     if not any(isinstance(mask, BlockCausal) or mask.block_size > 1 for mask in masks):
         return None
     if len(masks) > 1 or not isinstance(masks[0], BlockCausal):

@@ -34,7 +34,9 @@ def packed():
 def formula(model, batch):
     """The sum of -log p / t over masked targets, in float64."""
     inputs = {name: batch[name] for name in ("segment_ids", "valid") if name in batch}
-    logits = np.asarray(model.logits(model(jnp.asarray(batch["tokens"]), dtype=jnp.float32, **inputs).hidden), np.float64)
+    logits = np.asarray(
+        model.logits(model(jnp.asarray(batch["tokens"]), dtype=jnp.float32, **inputs).hidden), np.float64
+    )
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     rows, columns = np.nonzero(np.asarray(batch["targets"]) >= 0)
     learned = np.asarray(batch["targets"])[rows, columns]
@@ -118,7 +120,7 @@ def test_packed_pairs_equal_pairs_alone(model):
     ("mesh", "rules"),
     [
         ({"fsdp": 4, "tensor": 2}, sharding.FSDP_TP | {"vocab": None}),
-        ({"fsdp": 2, "context": 2}, sharding.FSDP | sharding.CP_GATHER),
+        ({"fsdp": 4, "context": 2}, sharding.FSDP | sharding.CP_GATHER),
     ],
     ids=["fsdp_tp", "context"],
 )
