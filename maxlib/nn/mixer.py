@@ -169,12 +169,13 @@ def block_mask(model: Any) -> BlockCausal | None:
     Raises:
         ValueError: when its layers have different masks.
     """
-    masks: tuple[Mask, ...] = getattr(model, "masks", ())
-    if not any(isinstance(mask, BlockCausal) or mask.block_size > 1 for mask in masks):
+    masks = list(getattr(model, "masks", ()))
+    blocks = [mask for mask in masks if isinstance(mask, BlockCausal)]
+    if not blocks and all(mask.block_size == 1 for mask in masks):
         return None
-    if len(masks) > 1 or not isinstance(masks[0], BlockCausal):
+    if len(masks) > 1 or not blocks:
         raise ValueError(f"all layers must have the same mask with blocks, got {masks}; see nn.with_mask")
-    return masks[0]
+    return blocks[0]
 
 
 def check_cache_dtype(model: Any, dtype: Any) -> None:
