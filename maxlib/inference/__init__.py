@@ -12,13 +12,8 @@ if TYPE_CHECKING:
     from maxlib.inference._chat import Chat as Chat
     from maxlib.inference._chat import stop_tokens as stop_tokens
     from maxlib.inference._continuous import LocalEngine as LocalEngine
-<<<<<<< HEAD
-=======
-    from maxlib.inference._continuous import LogitsProcessor as LogitsProcessor
-    from maxlib.inference._continuous import Request as Request
     from maxlib.inference._denoise import Denoised as Denoised
     from maxlib.inference._denoise import denoise as denoise
->>>>>>> wdiff
     from maxlib.inference._engine import Completion as Completion
     from maxlib.inference._engine import Engine as Engine
     from maxlib.inference._generate import Generator as Generator
