@@ -33,6 +33,7 @@ from maxlib import (
     training,
 )
 from maxlib.models import llama
+from tests.data import test_megatron, test_webdataset
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
@@ -125,7 +126,13 @@ def home(tmp_path_factory) -> dict[str, Any]:
     maxlib.save_pretrained(small["model"], home / "HuggingFaceTB" / "SmolLM2-135M")
     (home / "corpus").mkdir()
     (home / "corpus" / "a.txt").write_text("one two three " * 20)
-    tokenizer = tokenization.train_bpe(["one two three"], vocab_size=300)
+    for folder in ("shards", "tokens"):
+        (home / folder).mkdir()
+    test_webdataset.write(home / "shards" / "0.tar", {"a": {"txt": b"one two three"}})
+    np.arange(5000, dtype=np.uint32).tofile(home / "tokens" / "0.npy")
+    test_megatron.write(home / "corpus_text_document", [np.arange(5000)])
+    special = ("<bos>", "<eos>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    tokenizer = tokenization.train_bpe(["one two three"], vocab_size=300, special_tokens=special)
     documents = data.in_memory([list(range(1, 30))]).repeat()
     return small | {
         "home": home,
