@@ -23,8 +23,6 @@ from transformers import (
     TrainerCallback,
 )
 from trl import (
-    DistillationConfig,
-    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -216,6 +214,8 @@ def ppo(models: Any, words: Any, shared: dict, seed: int, steps: int, group: int
 
 
 def distillation(models: Any, words: Any, shared: dict, seed: int, steps: int, group: int) -> Any:
+    from trl import DistillationConfig, DistillationTrainer  # which TRL 1.6, the last with PPO, lacks
+
     options = {"max_completion_length": sorting.NEW, "temperature": 1.0, "beta": 1.0, "shuffle_dataset": False}
     data = prompts(seed + 400, steps, shared["per_device_train_batch_size"])
     config = DistillationConfig(**shared, **options)
