@@ -40,11 +40,6 @@ SETS = {
         "for tests: programs compile faster and run slower",
         {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
     ),
-    "cpu-steps": FlagSet(
-        "cpu",
-        "training steps compile in two thirds of the time and run as fast; automatic on CPUs",
-        {"xla_backend_optimization_level": 1},
-    ),
     "gpu-overlap": FlagSet(
         "gpu",
         "collectives run at the same time as matmuls, and across the iterations of a scan over layers (FSDP, data parallelism); automatic on several GPUs",
@@ -151,16 +146,14 @@ _NO_TENSOR = {"stage", "data", "fsdp", "expert", "context"}
 def automatic(device: tuple[str, str], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the names of the sets that `training.jit_step` compiles a step with.
 
-    These are `cpu-steps` on CPUs, `gpu-overlap` on several GPUs, and `tpu-gather` on TPU v6e without tensor
-    parallelism, whose matmuls hide the exchange of activations by working part by part.
+    These are `gpu-overlap` on several GPUs, and `tpu-gather` on TPU v6e without tensor parallelism, whose matmuls hide
+    the exchange of activations by working part by part.
 
     Args:
         device: Platform and kind, as `hardware.current_device` returns them.
         mesh: Devices along each axis of the mesh.
     """
     platform, kind = device
-    if platform == "cpu":
-        return ("cpu-steps",)
     if platform == "gpu" and "NVIDIA" in kind and math.prod(mesh.values()) > 1:
         return ("gpu-overlap",)
     is_v6e = platform == "tpu" and (chip := chip_of(kind)) is not None and chip.kind == "TPU v6e"
