@@ -106,7 +106,7 @@ def arguments() -> argparse.Namespace:
 
 
 def load_tokens(args: argparse.Namespace) -> tuple:
-    """Returns the tokenizer and the tokens of both parts of the text. The first run writes them, for a quick restart."""
+    """Returns the tokenizer and the tokens of both parts of the text, which the first run writes."""
     text, directory = " ".join(map(str, args.files)) or "Python's documentation", args.out / "tokens"
     if not (directory / "held_out" / "manifest.json").exists():
         write_tokens(text, directory, args)

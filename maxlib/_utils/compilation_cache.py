@@ -11,9 +11,9 @@ MIN_SECONDS = 0.1  # programs that compile faster are not worth a file
 def enable_compilation_cache(directory: str | Path | None = None) -> str | None:
     """Turns jax's compilation cache on, if it has no directory yet; call it before the first program is compiled.
 
-    `training.Trainer` and the programs in `examples/` call it. jax finds a program by its text, the versions of XLA and of
-    the driver, flags and devices, so that a changed program is compiled anew. Nothing is ever deleted: remove the
-    directory to free its space. Whoever can write to it can run code in your processes.
+    `training.Trainer` and the programs in `examples/` call it. jax finds a program by its text, XLA's version, flags and
+    the devices, so that a changed program is compiled anew. Nothing is ever deleted: remove the directory to free its
+    space. Whoever can write to it can run code in your processes.
 
     A directory that is set in jax, by `JAX_COMPILATION_CACHE_DIR` or otherwise, stays. `JAX_ENABLE_COMPILATION_CACHE=0`
     turns the cache off.

@@ -89,8 +89,8 @@ class Trainer:
             its checkpoint.
 
     Attributes:
-        state: The current state; the next step deletes its arrays. `fit` or `restore` loads the newest checkpoint; before
-            them, it is the state of a new run.
+        state: The current state; the next step deletes its arrays. `fit` or `restore` loads the newest checkpoint;
+            before them, it is the state of a new run.
         model: A copy of the state's model.
         step: Number of steps done.
         batch: The last step's batch, on its devices.
