@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-MIN_SECONDS = 0.1  # programs that compile faster are not worth a file
+MIN_SECONDS = 0.03  # programs that compile faster are not worth a file
 
 
 def enable_compilation_cache(directory: str | Path | None = None) -> str | None:

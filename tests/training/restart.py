@@ -1,7 +1,7 @@
 """Kills `examples/pretrain.py` and measures how long its next step takes from there, part by part.
 
-`python -m tests.training.restart --times 3`, on an idle machine. The caches are those of the killed run: compiled programs
-and tokens.
+`python -m tests.training.restart --times 3`, on an idle machine. The caches are those of the killed run: compiled
+programs and tokens.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PARTS = ("process", "imports", "data", "state", "restore", "first batch", "progr
 
 
 def run(directory: Path, *words: str) -> subprocess.Popen:
-    program = [sys.executable, *words, "--out", str(directory / "run"), "--steps", "1000"]
+    program = [sys.executable, *words, "--out", str(directory / "run"), "--steps", "50"]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(program, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
@@ -43,9 +43,8 @@ def kill_after(running: subprocess.Popen, directory: Path, step: int) -> float:
     return time.time()
 
 
-def restart(directory: Path) -> dict[str, float]:
-    """Restarts the killed run and returns the seconds of each part until its first step is done."""
-    begin = time.time()
+def restart(directory: Path, begin: float) -> dict[str, float]:
+    """Restarts the run, which ended at `begin`, and returns the seconds of each part until its first step is done."""
     running = run(directory, "-m", "tests.training.restart", "--marks")
     output = running.communicate(timeout=300)[0]
     marks = [line.split(maxsplit=2)[1:] for line in output.splitlines() if line.startswith("mark ")]
@@ -82,17 +81,18 @@ def resumed() -> None:
     import jax
 
     from maxlib import training
-    from maxlib.training import _trainer
+    from maxlib.training._step import CompiledStep
 
-    class Step(_trainer.jit_step(None).__class__):
-        def __call__(self, state: Any, batch: Any) -> Any:
-            state, metrics = super().__call__(state, batch)
-            mark("program")
-            jax.block_until_ready(state)
-            mark("step")
-            os._exit(0)
+    start = CompiledStep.__call__
 
-    _trainer.jit_step = Step
+    def first_step(self: CompiledStep, state: Any, batch: Any) -> None:
+        started = start(self, state, batch)
+        mark("program")
+        jax.block_until_ready(started)
+        mark("step")
+        os._exit(0)
+
+    setattr(CompiledStep, "__call__", first_step)
     marked(program["main"].__globals__["data"], "Loader", "data")
     marked(training.Trainer, "__init__", "state")
     marked(training.Trainer, "restore", "restore")
@@ -106,14 +106,14 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory, rows = Path(name), []
-        killed = kill_after(run(directory, "examples/pretrain.py"), directory, 101)
+        ended = kill_after(run(directory, "examples/pretrain.py"), directory, 7)
         for _ in range(args.times + 1):
-            rows.append(restart(directory))
-            print(f"{sum(rows[-1].values()):.2f} s")
-        print(f"killed at {killed:.0f}; the first restart, and the median of {args.times} after it, in seconds:")
+            rows.append(restart(directory, ended))
+            ended = time.time()
+        print(f"{'seconds':14}{'first':>8}{'median of ' + str(args.times):>16}")
         for part in PARTS:
-            print(f"{part:14}{rows[0][part]:8.2f}{median(row[part] for row in rows[1:]):8.2f}")
-        print(f"{'all':14}{sum(rows[0].values()):8.2f}{median(sum(row.values()) for row in rows[1:]):8.2f}")
+            print(f"{part:14}{rows[0][part]:8.2f}{median(row[part] for row in rows[1:]):16.2f}")
+        print(f"{'all':14}{sum(rows[0].values()):8.2f}{median(sum(row.values()) for row in rows[1:]):16.2f}")
 
 
 if __name__ == "__main__":
