@@ -92,7 +92,7 @@ def resumed() -> None:
         mark("step")
         os._exit(0)
 
-    setattr(CompiledStep, "__call__", first_step)
+    CompiledStep.__call__ = first_step  # pyright: ignore[reportAttributeAccessIssue]
     marked(program["main"].__globals__["data"], "Loader", "data")
     marked(training.Trainer, "__init__", "state")
     marked(training.Trainer, "restore", "restore")
