@@ -62,6 +62,13 @@ def test_sbatch_ends_when_done_and_in_the_end(tmp_path, status, restarts):
     assert ended == status and [line.split()[0] for line in called] == ["srun"]
 
 
+def test_tasks_of_an_array_have_their_own_directory_and_options(tmp_path):
+    (tmp_path / "sweep.txt").write_text("--learning-rate 1e-3\n--learning-rate 2e-3 --layers 2\n")
+    variables = {"OUT": "runs/lr", "SLURM_ARRAY_TASK_ID": "2", "SWEEP": str(tmp_path / "sweep.txt")}
+    _, (called,) = run_sbatch(tmp_path, 0, **variables)
+    assert " --out runs/lr-2 " in called and called.endswith(" --steps 5 --learning-rate 2e-3 --layers 2")
+
+
 def asked_of_slurm() -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", SBATCH.read_text(), re.MULTILINE))
 
