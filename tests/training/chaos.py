@@ -312,7 +312,8 @@ def goodputs(
 ) -> tuple[float, float]:
     """Returns the share of the time in steps that were kept, and what `plan.simulate_goodput` says it should be.
 
-    The simulation gets the rate of the faults that stopped the run, and the mean seconds of a restart and of a save.
+    The simulation gets the rate of the faults that stopped the run, the mean seconds of a restart and of a save, and by
+    how much the mean step takes longer than the median one.
     """
     stops = [fault for fault in faults if fault.restarted]
     (begin, first), (end, last) = progress[0], progress[-1]
@@ -322,16 +323,21 @@ def goodputs(
     startup, compiling, restoring, saving = (
         spent.seconds.get(name, 0.0) / spent.sessions for name in ("startup", "compile", "restore", "save")
     )
+    again = sum(fault.again for fault in stops) * pace
+    warming = max(0.0, spent.seconds.get("redone", 0.0) - again) / spent.sessions  # the first steps take longer
+    trained = spent.seconds["step"] + spent.seconds["callbacks"]  # callbacks sleep
     noticing = sum(fault.noticed for fault in stops) / len(stops)
     saves = (last - first) / chaotic.NEAR / spent.sessions  # of a session
+    straggling = max(1.0, trained / ((last - first) * pace))
     tier = plan.Tier(save=saving / max(saves, 1.0), restore=restoring)
     cluster = plan.Cluster(
         hosts=1,
         hours_between_failures=(end - begin) / len(stops) / 3600,
-        restart=noticing + startup + compiling,
+        restart=noticing + startup + compiling + warming,
         tiers=[tier],
+        straggling=straggling,
     )
-    simulated = plan.simulate_goodput(cluster, [chaotic.NEAR * pace], days=1.0)
+    simulated = plan.simulate_goodput(cluster, [chaotic.NEAR * pace * straggling], days=1.0)
     return (last - first) * pace / (end - begin), simulated.useful
 
 
