@@ -122,9 +122,15 @@ def write_tokens(text: str, directory: Path, args: argparse.Namespace) -> None:
     texts = (document["text"] for document in train)
     tokenizer = tokenization.train_bpe(texts, vocab_size=args.vocab, special_tokens=(BOS, EOS))
     tokenization.save_tokenizer(tokenizer, args.out / "tokenizer", bos_token=BOS, eos_token=EOS)
-    ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
-    data.write_tokens(train, directory / "train", tokenizer, **ids, description=text)
-    data.write_tokens(held_out, directory / "held_out", tokenizer, **ids, description=text)
+    write = functools.partial(
+        data.write_tokens,
+        tokenizer=tokenizer,
+        bos_id=tokenizer.token_to_id(BOS),
+        eos_id=tokenizer.token_to_id(EOS),
+        description=text,
+    )
+    write(train, directory / "train")
+    write(held_out, directory / "held_out")
 
 
 def loaders(train, held_out, args) -> tuple[data.Loader, data.Loader]:

@@ -24,7 +24,7 @@ def start(directory: Path, port: int, process: int) -> subprocess.Popen:
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(
-        [sys.executable, ROOT / "examples/launch/elastic.py", *options.split(), "--meetings=500", "--every=3", "--heartbeat=10"],
+        [sys.executable, ROOT / "examples/launch/elastic.py", *options.split(), "--meetings=100000", "--every=3", "--heartbeat=10"],
         env=os.environ | variables,
         stdout=(directory / f"{process}.txt").open("a"),
         stderr=subprocess.STDOUT,
