@@ -140,10 +140,8 @@ def home(tmp_path_factory) -> dict[str, Any]:
         "code": data.in_memory([[1, 2, 3]]),
         "datasets": types.SimpleNamespace(load_dataset=lambda *_, **__: types.SimpleNamespace(num_shards=1)),
         "documents": documents,
-        "steps": 1,
         "tokenize_one": lambda document: document,
         "tokenizer": tokenizer,
-        "train": data.text_files(home / "corpus"),
         "web": data.in_memory([[4, 5, 6]]),
     }
 
