@@ -56,7 +56,7 @@ def local(directory: Path, slots: int) -> Engine:
 
 def vllm(directory: Path) -> Engine:
     """Returns a call of vLLM in a process with its own environment."""
-    python, worker = os.environ["MAXLIB_VLLM"], Path(__file__).with_name("vllm_worker.py")
+    python, worker = os.environ["MAXLIB_VLLM"], Path(__file__).with_name("_vllm_worker.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | VLLM
     process = subprocess.Popen(
         [python, "-P", worker, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
