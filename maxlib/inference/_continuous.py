@@ -25,10 +25,10 @@ from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
-    cast_matrices,
     check_inputs,
     check_length,
     check_prefix,
+    prepared,
     right_padded,
     shared_capacity,
 )
@@ -264,7 +264,7 @@ class LocalEngine:
         self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
         if self.num_drafts:
             _check_drafter(model, drafter, self.num_drafts)
-            self._drafter = None if isinstance(drafter, str) else cast_matrices(nn.unstack(drafter), dtype)
+            self._drafter = None if isinstance(drafter, str) else prepared(drafter, dtype)
             self._check_rewinds(needs_length)
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
         self.num_steps, self.num_drafted, self.num_accepted = 0, 0, 0

@@ -30,8 +30,8 @@ Source = nn.Source | nn.Encoded
 class Generator:
     """A model prepared for decoding: layers are unstacked and matrices cast to `dtype` once.
 
-    On CPUs, which multiply few bits slowly, weights of few bits are dequantized to `dtype` once; where activations are
-    rounded too, they stay as they are.
+    On CPUs, which multiply few bits slowly, weights of few bits are dequantized to `dtype` once, and take its memory;
+    where activations are rounded too, only their values are cast, and products are those of integers.
 
     To run on several devices, call it inside `sharding.use(layout)`: parameters, caches and steps are sharded
     accordingly.
@@ -53,7 +53,7 @@ class Generator:
                 "the target, "
                 "and pass this model as drafter= to inference.speculate"
             )
-        self.model = cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
+        self.model = prepared(model, dtype)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
@@ -297,6 +297,11 @@ def _draw(model, hidden, keys, step, sampler: Callable):
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
+def prepared(model: Any, dtype: Any) -> Any:
+    """Returns a model for decoding, see `Generator`."""
+    return cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
+
+
 def _unpacked(model: Any, dtype: Any) -> Any:
     """Returns the model with dequantized weights if it runs on CPUs, see `Generator`."""
     if current_device()[0] != "cpu":
@@ -306,8 +311,10 @@ def _unpacked(model: Any, dtype: Any) -> Any:
         matmul = getattr(site, "matmul", nn.matmul.PlainMatmul())
         while isinstance(matmul, nn.matmul.LowRank):
             matmul = matmul.inner
-        if not isinstance(site.w, nn.quantized.QuantizedWeight) or not isinstance(matmul, nn.matmul.PlainMatmul):
+        if not isinstance(site.w, nn.quantized.QuantizedWeight):
             return site
+        if not isinstance(matmul, nn.matmul.PlainMatmul):
+            return sites.replace(site, w=site.w.widened(dtype))
         # Weights that an update lacks are arrays of numpy, see `_converted`.
         absent = isinstance(site.w.values.get_value(), np.ndarray)
         w = np.broadcast_to(False, site.w.shape) if absent else site.w[...].astype(dtype)

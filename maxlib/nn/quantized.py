@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
 from flax import nnx
 from jaxtyping import Array, Float, Num
@@ -67,6 +68,14 @@ class QuantizedWeight(nnx.Module):
     def nbytes(self) -> int:
         """Returns the bytes of values and scales."""
         return sum(a.size * a.dtype.itemsize for a in (self.values.get_value(), self.scale.get_value()))
+
+    def widened(self, dtype: Any) -> "QuantizedWeight":
+        """Returns the weight with values of 8 bits in `dtype`, for devices without units for them."""
+        new, values = jax.tree.map(lambda a: a, self), self.values.get_value()
+        # Weights that an update lacks are arrays of numpy, which take no memory.
+        wide = values if isinstance(values, np.ndarray) else values.astype(dtype)
+        new.values = self.values.replace(wide)
+        return new
 
     def restored(self) -> nnx.Param:
         """Returns the dequantized parameter, in its original dtype."""
