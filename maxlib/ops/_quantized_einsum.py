@@ -22,12 +22,14 @@ class QuantizedCall(Call):
         spec: The einsum.
         qtype: Type of the weight's values.
         group: Number of inputs that share a scale; None for one scale for each output.
+        sums_scales: True if the einsum sums over a dimension in which scales differ, as an absorbed projection does.
         activations: Type to which activations are rounded; None does not round them.
     """
 
     spec: str
     qtype: str
     group: int | None
+    sums_scales: bool
     activations: str | None
 
     def __str__(self) -> str:
@@ -94,6 +96,8 @@ def explain_quantized_einsum(
 
 def _describe(spec: str, x: Any, weight: Any, activations: str | None, device: Any) -> QuantizedCall:
     platform, kind = explained_device(device)
+    _, of_w, of_y = spec.replace("->", ",").split(",")
+    sizes = dict(zip(of_w, weight.scale.get_value().shape, strict=True))
     return QuantizedCall(
         dtype=jnp.dtype(x.dtype).name,
         platform=platform,
@@ -101,6 +105,7 @@ def _describe(spec: str, x: Any, weight: Any, activations: str | None, device: A
         spec=spec,
         qtype=weight.qtype,
         group=weight.group,
+        sums_scales=any(size > 1 for letter, size in sizes.items() if letter not in of_y),
         activations=activations,
     )
 
@@ -161,16 +166,24 @@ def spelled_out(spec: str, ndim: int) -> str:
 def _narrow_refuses(call: QuantizedCall) -> str | None:
     if call.activations is None:
         return "needs rounded activations"
-    if call.platform == "cpu":
-        return "multiplies 8 bits without oneDNN on CPUs, several times slower than float32"
-    units, chip = "int8" if call.activations == "int8" else "fp8", chip_of(call.device_kind)
+    chip = None if call.platform == "cpu" else chip_of(call.device_kind)
+    units = "int8" if call.activations == "int8" else "fp8"
     has_units = chip is None or (chip.int8 if units == "int8" else chip.fp8) > 0
-    return None if has_units else f"has no units for {units} on {call.device_kind}"
+    return None if has_units else f"finds no units for {units} on {call.device_kind}"
+
+
+def _first(call: QuantizedCall) -> str | None:
+    """Returns the kernel for CPUs, on which XLA multiplies 8 bits several times slower than float32."""
+    return "widened" if call.platform == "cpu" else None
+
+
+def _widened_refuses(call: QuantizedCall) -> str | None:
+    return "needs rounded activations" if call.activations is None else None
 
 
 def _scaled_after_refuses(call: QuantizedCall) -> str | None:
-    if call.group is not None:
-        return "needs one scale for each output"
+    if call.group is not None or call.sums_scales:
+        return "needs a scale for each output of the einsum"
     return call.refuses_rounding()
 
 
@@ -181,8 +194,8 @@ QUANTIZED_EINSUM = Op(
         Kernel(
             "widened",
             _widened,
-            "values of few bits are multiplied in the dtype of the activations: the same products",
-            refuses=lambda call: "needs rounded activations" if call.activations is None else None,
+            "rounded values are multiplied in the dtype of the activations: the same products",
+            refuses=_widened_refuses,
         ),
         Kernel(
             "scaled_after",
@@ -198,4 +211,5 @@ QUANTIZED_EINSUM = Op(
             refuses=QuantizedCall.refuses_rounding,
         ),
     ),
+    first=_first,
 )

@@ -1,4 +1,4 @@
-"""Trains a small Llama and a small mixture of experts at full precision, int8 and fp8 for equal steps on the same
+"""Trains a small Llama and a small mixture of experts at full precision and in fewer bits for equal steps on the same
 batches of real text.
 
     python -m tests.benchmarks.quantization [--steps 300 --dim 128 --seed 0] [--formats full int8 fp8] [--json out.json]
@@ -107,11 +107,12 @@ def run(build, preset, args, train, held_out):
 
 def covered_by(build, preset, step, state, batch):
     """The share of a step's matmul FLOPs whose operands are rounded."""
-    format = quantization.TRAINING.get(preset)
-    if (
-        format is not None and format.block is not None
-    ):  # on a CPU these are multiplied in bfloat16: count without blocks
-        model = jax.eval_shape(lambda: quantization.for_training(build(), dataclasses.replace(format, block=None)))
+    # On a CPU blocks are multiplied in the dtype of the activations: count the same matmuls without blocks.
+    fp8 = quantization.TRAINING["fp8"]
+    last = quantization.Rule(None, layers=quantization.LastLayers(0.15))
+    counted = {"fp8_block": fp8, "nvfp4": [last, quantization.Rule(fp8)]}
+    if preset in counted:
+        model = jax.eval_shape(lambda: quantization.for_training(build(), counted[preset]))
         state = dataclasses.replace(state, rest=nn.partition(model, nn.tree.is_trainable)[1])
     matmuls = observability.flops_by_dtype(step, state, jax.tree.map(jnp.asarray, batch))
     low = sum(flops for name, flops in matmuls.items() if "int8" in name or "float8" in name)

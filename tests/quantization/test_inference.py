@@ -1,11 +1,15 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from maxlib import inference, nn
+from maxlib import inference, nn, ops
 from maxlib import quantization as quant
 from maxlib.nn.quantized import pack, unpack
+from maxlib.ops._quantized_einsum import QUANTIZED_EINSUM
 from tests.nn.tiny import tokens
 from tests.quantization.tiny import model, stored
 from tests.training.tiny import VOCAB, llama
@@ -95,9 +99,62 @@ def test_generates_with_quantized_weights_and_cache(cache_dtype):
     run = jax.jit(lambda low, ids: low.logits(low(ids, dtype=jnp.float32).hidden))
     full = np.asarray(run(low, jnp.array([prompt])))[0, -1]
     generator = inference.Generator(low, dtype=jnp.float32, cache_dtype=cache_dtype)
-    assert nn.variables(generator.model)["layers.groups.0.0.attn.q.w.values"].get_value().dtype == jnp.int8
+    q = generator.model.layers[0].attn.q  # values are cast once: CPUs multiply 8 bits slowly
+    assert q.w.qtype == "int8" and q.w.values.get_value().dtype == jnp.float32
     text = generator.generate([prompt], max_new_tokens=3)[0]
     assert text[0] == full.argmax()
+
+
+@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
+def test_every_way_to_multiply_by_a_stored_weight(qtype):
+    _, w = values(qtype, None)
+    x, spec = jax.random.normal(jax.random.key(1), (5, 2, 32)), "...D,NHD->...NH"
+    run = functools.partial(ops.quantized_einsum, spec, x)
+    for weight in (w, w.widened(jnp.float32)):
+        np.testing.assert_allclose(
+            run(weight, activations=qtype), run(w, activations=qtype, implementation="narrow"), rtol=1e-5, atol=1e-5
+        )
+    after = QUANTIZED_EINSUM["scaled_after"].run(spec, x, w, None, jnp.einsum)
+    np.testing.assert_allclose(after, run(w), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="narrow was requested, but it needs rounded activations; dequantized can"):
+        run(w, implementation="narrow")
+
+
+@pytest.mark.parametrize(
+    ("device", "qtype", "group", "activations", "chosen"),
+    [
+        (("cpu", "cpu"), "int8", None, None, "dequantized"),
+        (("cpu", "cpu"), "int8", None, "int8", "widened"),
+        (("gpu", "H100"), "int8", None, None, "scaled_after"),
+        (("gpu", "H100"), "int4", 16, None, "dequantized"),
+        (("gpu", "H100"), "int8", None, "int8", "narrow"),
+        (("tpu", "v5e"), "float8_e4m3fn", None, "float8_e4m3fn", "widened"),  # no units for FP8
+        (("tpu", "v7x"), "float8_e4m3fn", None, "float8_e4m3fn", "narrow"),
+    ],
+)
+def test_the_choice_is_explained(device, qtype, group, activations, chosen):
+    w = jax.eval_shape(lambda: values(qtype, group)[1])
+    x = jax.ShapeDtypeStruct((5, 2, 32), jnp.bfloat16)
+    text = ops.explain_quantized_einsum("...D,NHD->...NH", x, w, activations=activations, device=device)
+    assert text.chosen == chosen and text.reason in str(text) and qtype in str(text)
+
+
+def test_scales_that_are_summed_over_do_not_multiply_the_result():
+    """As where a projection of latent attention is absorbed: its outputs are summed over."""
+    w = jax.eval_shape(lambda: values("int8", None)[1])
+    x = jax.ShapeDtypeStruct((5, 4, 3), jnp.bfloat16)
+    assert ops.explain_quantized_einsum("...NH,NHD->...D", x, w, device=("gpu", "H100")).chosen == "dequantized"
+
+
+def test_accelerators_read_few_bits_and_scale_the_result():
+    w = jax.eval_shape(lambda: values("int8", None)[1])
+    mesh = AbstractMesh(
+        (1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("TPU v6e", None, "tpu")
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        run = jax.jit(functools.partial(ops.quantized_einsum, "...D,NHD->...NH"))
+        text = run.trace(jax.ShapeDtypeStruct((5, 32), jnp.bfloat16), w).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.index("dot_general") < text.index("stablehlo.multiply") and text.count("dot_general") == 1
 
 
 @pytest.mark.parametrize(("dtype", "ring"), [(jnp.int8, 6), (jnp.float8_e4m3fn, None)], ids=["int8", "fp8"])
