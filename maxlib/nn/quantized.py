@@ -62,7 +62,12 @@ class QuantizedWeight(nnx.Module):
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of the matrix, after a stack's leading axis if it has one."""
         *rest, last = self.values.get_value().shape
-        return (*rest, 2 * last if self.qtype in FOUR_BITS else last)
+        return (*rest, 2 * last if self.is_packed else last)
+
+    @property
+    def is_packed(self) -> bool:
+        """Returns True if a byte has two values."""
+        return self.qtype in FOUR_BITS and self.values.get_value().dtype == jnp.uint8
 
     @property
     def nbytes(self) -> int:
@@ -70,10 +75,11 @@ class QuantizedWeight(nnx.Module):
         return sum(a.size * a.dtype.itemsize for a in (self.values.get_value(), self.scale.get_value()))
 
     def widened(self, dtype: Any) -> "QuantizedWeight":
-        """Returns the weight with values of 8 bits in `dtype`, for devices without units for them."""
+        """Returns the weight with unpacked values in another dtype, for devices that multiply it faster."""
         new, values = jax.tree.map(lambda a: a, self), self.values.get_value()
         # Weights that an update lacks are arrays of numpy, which take no memory.
-        wide = values if isinstance(values, np.ndarray) else values.astype(dtype)
+        is_absent = isinstance(values, np.ndarray)
+        wide = np.broadcast_to(False, self.shape) if is_absent else self.quantized().qvalue.astype(dtype)
         new.values = self.values.replace(wide)
         return new
 
@@ -85,7 +91,7 @@ class QuantizedWeight(nnx.Module):
     def quantized(self) -> qwix.QArray:
         """Returns the weight as an unpacked qwix array."""
         values = self.values.get_value()
-        values = unpack(values, self.qtype) if self.qtype in FOUR_BITS else values
+        values = unpack(values, self.qtype) if self.is_packed else values
         return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), None, _dtype(self.qtype))
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:

@@ -61,7 +61,7 @@ class Format:
     @property
     def is_emulated(self) -> bool:
         """Returns True if training rounds operands to this format and multiplies in the dtype of the activations."""
-        return self.activations is None or self.group is not None or (self.weights not in NARROW and self.block is None)
+        return self.activations is None or self.group is not None or self.weights not in (*NARROW, self.activations)
 
     def __str__(self) -> str:
         group = "" if self.group is None else f" in groups of {self.group}"

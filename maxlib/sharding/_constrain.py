@@ -149,7 +149,7 @@ def _rounded_and_moved(x: jax.Array, stored: P, to: P, narrow: str, dtype: Any) 
     scale = jnp.where(scale > 0, scale, 1.0)
     # As bytes, because not every backend sends floats of 8 bits as they are.
     bits = jax.lax.bitcast_convert_type((x / scale).astype(narrow), jnp.uint8)
-    bits = _moved(jax.lax.with_sharding_constraint(bits, stored), to)
+    bits = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(bits, stored), to)
     # Or the partitioner would split it again, and gather the dequantized weight.
     scale = jax.lax.with_sharding_constraint(scale, P(*(after[d] if d in split else None for d in range(x.ndim))))
     values = jax.lax.bitcast_convert_type(bits, jnp.dtype(narrow)).astype(jnp.float32)

@@ -1,6 +1,6 @@
 """How much of the loss of int4 weights quantization-aware training recovers, on the job of `quantization.py`.
 
-    python -m tests.benchmarks.qat [--seeds 0 1 2] [--layers 4 --dim 128] [--group 32]
+    python -m tests.benchmarks.qat [--seeds 0 1 2] [--layers 2 --dim 192] [--group 32]
 
 A small Llama trains for two thirds of the steps. The rest is trained twice from there, on the same batches: in full
 precision, and with weights rounded to int4. Prints the validation loss in full precision, that of the first run with
@@ -49,7 +49,7 @@ def run(args, train, held_out):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 4, "dim": 128, "group": 32, "experts": 4}
+    sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 192, "group": 32, "experts": 4}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
