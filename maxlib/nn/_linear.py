@@ -103,8 +103,7 @@ class Einsum(nnx.Module):
         self._check(x)
         # For "...D,NHD->...NH": [..., D] -> [..., N, H]
         if self._gathers_rounded(x):
-            # Inside `jax.checkpoint` no device keeps the gathered weight for the backward pass. Where a layer is
-            # recomputed, both uses share a gather (prevent_cse).
+            # Inside `jax.checkpoint` no device keeps the gathered weight for the backward pass.
             y = jax.checkpoint(self._multiply_rounded, prevent_cse=False)(x, self.w[...])
         else:
             w = self._gathered(x) if self.gather_once else self.w

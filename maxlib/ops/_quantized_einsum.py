@@ -131,12 +131,7 @@ def _scaled_after(spec: str, x: Array, weight: Any, activations: None, multiply:
 
 
 def _dequantized(spec: str, x: Array, weight: Any, activations: None, multiply: Multiply) -> Array:
-    low = weight.quantized()
-    if weight.group is None or weight.qtype == "nf4":
-        return multiply(spec, x, weight[...].astype(x.dtype))
-    # In the dtype of x, which XLA for TPUs fuses into the matmul: [..., I / g] -> [..., I]
-    scale = jnp.repeat(low.scale.astype(x.dtype), weight.group, axis=-1)
-    return multiply(spec, x, low.qvalue.astype(x.dtype) * scale)
+    return multiply(spec, x, weight.matrix(x.dtype))
 
 
 def _rounded(spec: str, x: Array, kind: str) -> Any:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxlib import inference, nn, ops
@@ -137,6 +138,18 @@ def test_the_choice_is_explained(device, qtype, group, activations, chosen):
     x = jax.ShapeDtypeStruct((5, 2, 32), jnp.bfloat16)
     text = ops.explain_quantized_einsum("...D,NHD->...NH", x, w, activations=activations, device=device)
     assert text.chosen == chosen and text.reason in str(text) and qtype in str(text)
+
+
+@pytest.mark.parametrize(("qtype", "dtype"), [("int4", jnp.int4), ("nf4", jnp.uint4)])
+def test_values_of_four_bits_unpacked(qtype, dtype):
+    """As TPUs have them; both give the matrix that qwix does, also in bfloat16."""
+    _, packed = values(qtype, 16)
+    unpacked = packed.widened(dtype)
+    assert unpacked.values.get_value().dtype == dtype and unpacked.shape == packed.shape and not unpacked.is_packed
+    exact = qwix.dequantize(packed.quantized())
+    for weight in (packed, unpacked):
+        np.testing.assert_array_equal(weight[...], exact)
+        np.testing.assert_array_equal(weight.matrix(jnp.bfloat16), exact.astype(jnp.bfloat16))
 
 
 def test_scales_that_are_summed_over_do_not_multiply_the_result():

@@ -49,14 +49,15 @@ def value_and_grad(model, strategy, remat):
         return *compiled(trainable), gathered
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param(None, marks=pytest.mark.full)])
-def test_weights_are_gathered_in_eight_bits(remat):
+# Where layers are recomputed, most weights are gathered three times instead of twice.
+@pytest.mark.parametrize(("remat", "gathers"), [("full", 1.37), pytest.param(None, 1.0, marks=pytest.mark.full)])
+def test_weights_are_gathered_in_eight_bits(remat, gathers):
     """The loss and gradients are those of weights that numpy rounds."""
     model = tiny.llama(dim=64, mlp_dim=128)
     loss, gradients, wide = value_and_grad(rounded(model), sharding.FSDP, remat)
     low_loss, low_gradients, narrow = value_and_grad(model, EIGHT, remat)
     matrices = wide["f32"] - 4 * VOCAB * 64  # without the embedding
-    assert "u8" not in wide and narrow["u8"] <= matrices / 4
+    assert "u8" not in wide and narrow["u8"] <= gathers * matrices / 4
     assert narrow["f32"] <= 4 * VOCAB * 64 + 0.2 * matrices  # and the scales, which are many in so small a model
     np.testing.assert_allclose(low_loss, loss, rtol=1e-5)
     for path, gradient in gradients.items():
