@@ -1,6 +1,7 @@
 """FSDP whose all-gathers move 8 bits: bytes in the compiled program, and the loss."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding, training
+from maxlib.sharding._strategy import ShardedWeight
 from tests.training import tiny
 from tests.training.tiny import VOCAB
 
@@ -64,6 +66,23 @@ def test_weights_are_gathered_in_eight_bits(remat, gathers):
         np.testing.assert_allclose(
             low_gradients[path], gradient, atol=1e-5 * float(jnp.abs(gradient).max()), err_msg=path
         )
+
+
+def test_plans_count_eight_bits_for_what_is_rounded():
+    def sharded(*axes):
+        return ShardedWeight({"fsdp"}, {"fsdp"}, 100.0, 1.0, True, axes)
+
+    step = types.SimpleNamespace(
+        width=2,
+        weights=[
+            sharded("mlp", "embed"),
+            sharded("vocab", "embed"),
+            sharded("expert", "mlp", "embed"),
+            sharded("embed"),
+        ],
+    )
+    gathers = [size for kind, _, size in EIGHT.traffic(step) if kind == "all-gather"]
+    assert gathers == [100.0, 200.0, 200.0, 200.0]
 
 
 def test_other_dtypes_are_refused():
