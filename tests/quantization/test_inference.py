@@ -11,6 +11,7 @@ from maxlib import inference, nn, ops
 from maxlib import quantization as quant
 from maxlib.nn.quantized import pack, unpack
 from maxlib.ops._quantized_einsum import QUANTIZED_EINSUM
+from maxlib.quantization._matmul import Quantized
 from tests.nn.tiny import tokens
 from tests.quantization.tiny import model, stored
 from tests.training.tiny import VOCAB, llama
@@ -119,6 +120,16 @@ def test_every_way_to_multiply_by_a_stored_weight(qtype):
     np.testing.assert_allclose(after, run(w), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="narrow was requested, but it needs rounded activations; dequantized can"):
         run(w, implementation="narrow")
+
+
+def test_experts_multiply_the_same_values_in_a_wider_dtype():
+    w = jax.random.normal(jax.random.key(0), (3, 8, 32))
+    w = nn.quantized.QuantizedWeight(w, qtype="int8", outputs=(0, 1), group=None, axes=("a", "b", "c"))
+    rows, counts = jax.random.normal(jax.random.key(1), (10, 32)), jnp.array([4, 0, 5])
+    grouped = Quantized(quant.INFERENCE["int8_w8a8"]).grouped
+    np.testing.assert_allclose(
+        grouped(rows, w.widened(jnp.float32), counts), grouped(rows, w, counts), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
