@@ -113,8 +113,9 @@ class QuantizedWeight(nnx.Module):
         kind = dtype if is_exact else jnp.float32
         values = _nf4(low.qvalue) if self.qtype == "nf4" else low.qvalue.astype(kind)
         scale = low.scale.astype(kind)
-        # [..., I / g] -> [..., I]
-        scale = scale if self.group is None else jnp.repeat(scale, self.group, axis=-1)
+        for dim, (count, size) in enumerate(zip(scale.shape, values.shape, strict=True)):
+            if 1 < count < size:  # [..., I / g] -> [..., I]
+                scale = jnp.repeat(scale, size // count, axis=dim)
         return (values * scale).astype(dtype)
 
 
