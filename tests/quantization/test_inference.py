@@ -1,4 +1,8 @@
 import functools
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxlib import inference, nn, ops
 from maxlib import quantization as quant
+from maxlib.distributed.xla_flags import WITHOUT_TPU
 from maxlib.nn.quantized import pack, unpack
 from maxlib.ops._quantized_einsum import QUANTIZED_EINSUM
 from maxlib.quantization._matmul import Quantized
@@ -179,6 +184,51 @@ def test_accelerators_read_few_bits_and_scale_the_result():
         run = jax.jit(functools.partial(ops.quantized_einsum, "...D,NHD->...NH"))
         text = run.trace(jax.ShapeDtypeStruct((5, 32), jnp.bfloat16), w).lower(lowering_platforms=("tpu",)).as_text()
     assert text.index("dot_general") < text.index("stablehlo.multiply") and text.count("dot_general") == 1
+
+
+TPU_PROGRAM = """
+import functools, json
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from maxlib import nn, ops
+from maxlib.ops._quantized_einsum import QUANTIZED_EINSUM
+
+device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
+place = jax.sharding.SingleDeviceSharding(device)
+
+def array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+def weight(qtype, group, dtype):
+    w = lambda: nn.quantized.QuantizedWeight(
+        jnp.zeros((2048, 4096)), qtype=qtype, outputs=(0,), group=group, axes=("mlp", "embed")
+    ).widened(dtype)
+    return jax.tree.map(lambda a: array(a.shape, a.dtype), jax.eval_shape(w))
+
+def cost(f, w):
+    program = jax.jit(f).lower(array((8, 4096), jnp.bfloat16), w).compile()
+    return program.cost_analysis()["bytes accessed"], program.memory_analysis().temp_size_in_bytes
+
+found = {"bfloat16": cost(functools.partial(jnp.einsum, "...D,FD->...F"), array((2048, 4096), jnp.bfloat16))}
+for qtype, group, dtype in (("int8", None, "int8"), ("int4", 32, "int4"), ("nf4", 64, "uint4")):
+    w, x = weight(qtype, group, dtype), array((8, 4096), jnp.bfloat16)
+    chosen = ops.explain_quantized_einsum("...D,FD->...F", x, w, device=("tpu", "v5e")).chosen
+    run = QUANTIZED_EINSUM[chosen].run
+    found[qtype] = cost(lambda x, w: run("...D,FD->...F", x, w, None, jnp.einsum), w)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.full
+def test_tpus_read_few_bits_and_write_no_matrix():
+    pytest.importorskip("libtpu")
+    env = os.environ | WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", TPU_PROGRAM], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    costs = json.loads(done.stdout.splitlines()[-1])
+    wide, _ = costs.pop("bfloat16")
+    for bytes_accessed, temporary in costs.values():
+        assert bytes_accessed < 0.75 * wide and temporary < 2048 * 4096 * 2
 
 
 @pytest.mark.parametrize(("dtype", "ring"), [(jnp.int8, 6), (jnp.float8_e4m3fn, None)], ids=["int8", "fp8"])
