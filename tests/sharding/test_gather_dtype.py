@@ -1,7 +1,6 @@
 """FSDP whose all-gathers move 8 bits: bytes in the compiled program, and the loss."""
 
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding, training
-from maxlib.sharding._strategy import ShardedWeight
+from maxlib.sharding._strategy import ShardedWeight, StepFacts
 from tests.training import tiny
 from tests.training.tiny import VOCAB
 
@@ -72,15 +71,8 @@ def test_plans_count_eight_bits_for_what_is_rounded():
     def sharded(*axes):
         return ShardedWeight({"fsdp"}, {"fsdp"}, 100.0, 1.0, True, axes)
 
-    step = types.SimpleNamespace(
-        width=2,
-        weights=[
-            sharded("mlp", "embed"),
-            sharded("vocab", "embed"),
-            sharded("expert", "mlp", "embed"),
-            sharded("embed"),
-        ],
-    )
+    weights = (sharded("mlp", "embed"), sharded("vocab", "embed"), sharded("expert", "mlp", "embed"), sharded("embed"))
+    step = StepFacts(None, "cpu", 1, 1.0, 2, 1.0, 1.0, 2, 1.0, weights, (), (), 0.0, 0.0)  # a width of two bytes
     gathers = [size for kind, _, size in EIGHT.traffic(step) if kind == "all-gather"]
     assert gathers == [100.0, 200.0, 200.0, 200.0]
 
