@@ -4,6 +4,8 @@ batches of real text.
     python -m tests.benchmarks.quantization [--steps 300 --dim 128 --seed 0] [--formats full int8 fp8] [--json out.json]
     python -m tests.benchmarks.quantization --dtype bfloat16 --formats full fp8_block --draw docs/fp8_block.png
 
+`--shake 1` changes all initial values by 1e-4 of each: what two such runs differ by is noise.
+
 Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul
 FLOPs of a training step whose operands are quantized, the time of a step against full precision, and the mean training
 loss of every tenth of the steps; `--draw` draws these. Runs that `--json` already holds are not repeated, so one call
@@ -83,8 +85,18 @@ def batches(args):
     return [next(loader) for _ in range(args.steps)], list(judge)
 
 
+def shaken(model, number):
+    """Returns a model whose parameters differ by 1e-4 of each, at random."""
+    trainable, rest = nn.partition(model)
+    keys = jax.random.split(jax.random.key(1000 + number), len(trainable))
+    noise = (jax.random.normal(key, x.shape) for key, x in zip(keys, trainable.values(), strict=True))
+    return nn.combine({path: x * (1 + 1e-4 * y) for (path, x), y in zip(trainable.items(), noise, strict=True)}, rest)
+
+
 def run(build, preset, args, train, held_out):
     start = jax.jit(build)()
+    if args.shake:
+        start = shaken(start, args.shake)
     if preset != "full":
         start = quantization.for_training(start, preset)
     loss, dtype = training.NextToken(), jnp.dtype(args.dtype)
@@ -155,6 +167,7 @@ def draw(results, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 128, "experts": 4, "seed": 0}
+    sizes["shake"] = 0
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
