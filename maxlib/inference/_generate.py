@@ -27,6 +27,39 @@ Audio = nn.audio.Clips
 Source = nn.Source | nn.Encoded
 
 
+class Structure:
+    """The structure of a model, whose hash is computed once."""
+
+    def __init__(self, tree: Any):
+        self.tree, self._hash = tree, hash(tree)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Structure) and self.tree == other.tree)
+
+
+@nn.pytree
+class Packed:
+    """A model as a list of arrays, for programs that run once a token: JAX goes through the arguments at each call,
+    which takes milliseconds for all modules of a model.
+    """
+
+    arrays: list[Any]
+    structure: Structure = nn.static()
+
+    @classmethod
+    def of(cls, model: Any) -> "Packed":
+        """Packs a model."""
+        arrays, tree = jax.tree.flatten(model)
+        return cls(arrays, Structure(tree))
+
+    def unpacked(self) -> Any:
+        """Returns the model, inside a program."""
+        return self.structure.tree.unflatten(self.arrays)
+
+
 class Generator:
     """A model prepared for decoding: layers are unstacked and matrices cast to `dtype` once.
 
@@ -55,6 +88,7 @@ class Generator:
                 "and pass this model as drafter= to inference.speculate"
             )
         self.model = prepared(model, dtype)
+        self.packed = Packed.of(self.model)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
@@ -75,8 +109,9 @@ class Generator:
             ValueError: when a weight has a different shape, or the model a different structure.
         """
         new = self._convert(jax.tree.map(jnp.asarray, weights))
-        old, tree = jax.tree.flatten(self.model)
-        self.model = tree.unflatten([a if b is None else b for a, b in zip(old, new, strict=True)])
+        arrays = [old if x is None else x for old, x in zip(self.packed.arrays, new, strict=True)]
+        self.packed = Packed(arrays, self.packed.structure)
+        self.model = self.packed.unpacked()
 
     def generate(
         self,
@@ -166,7 +201,7 @@ class Generator:
         for step in range(1, max_new_tokens + 1):
             last, recompute = token, step in switches
             if step < max_new_tokens and not recompute:  # before reading `last`, so that the device need not wait
-                token, cache = _decode(self.model, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
+                token, cache = _decode(self.packed, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
             new = [int(t) for t in np.asarray(last)]
             for text, t in zip(texts, new, strict=True):
                 text.append(t)
@@ -182,7 +217,7 @@ class Generator:
         count = 1 if seen else _repeats(texts)
         tokens, valid = right_padded(texts[::count], most=capacity)
         options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
-        return _prefill(self.model, tokens, valid, seen, keys, step, count=count, **options)
+        return _prefill(self.packed, tokens, valid, seen, keys, step, count=count, **options)
 
 
 def generate(
@@ -235,7 +270,7 @@ _keys = Keys(0)  # for calls of `generate` without a key
 
 @functools.partial(jax.jit, static_argnames=("count", "sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
-    model,
+    packed: Packed,
     tokens: Int[Array, "P T"],
     valid: Bool[Array, "P T"],
     seen,
@@ -249,6 +284,7 @@ def _prefill(
     cache_dtype,
 ):
     """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
+    model = packed.unpacked()
     empty = functools.partial(empty_cache, model, capacity=capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
     # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
@@ -285,8 +321,9 @@ def _repeats(texts: Sequence[Sequence[int]]) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
-def _decode(model, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
+def _decode(packed: Packed, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
     """Runs one token per row, and returns the next tokens and the cache, which reuses the old cache's memory."""
+    model = packed.unpacked()
     out = model(token[:, None], cache=cache, dtype=dtype)
     return _draw(model, out.hidden, keys, step, sampler), out.cache
 

@@ -74,7 +74,8 @@ class QuantizedWeight(nnx.Module):
     @property
     def is_packed(self) -> bool:
         """Returns True if a byte has two values, as it is stored."""
-        return self.qtype in FOUR_BITS and self.values.get_value().dtype not in (jnp.int4, jnp.uint4)
+        # An array of booleans stands for values that are absent (`inference.Generator.update`).
+        return self.qtype in FOUR_BITS and self.values.get_value().dtype in (jnp.uint8, jnp.bool_)
 
     @property
     def nbytes(self) -> int:
