@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from maxlib.inference._chat import Chat as Chat
     from maxlib.inference._chat import stop_tokens as stop_tokens
     from maxlib.inference._continuous import LocalEngine as LocalEngine
+    from maxlib.inference._denoise import Denoised as Denoised
+    from maxlib.inference._denoise import denoise as denoise
     from maxlib.inference._engine import Completion as Completion
     from maxlib.inference._engine import Engine as Engine
     from maxlib.inference._generate import Generator as Generator

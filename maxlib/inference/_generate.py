@@ -455,8 +455,16 @@ def check_length(model: Any, length: int) -> None:
 
 
 def check_prefix(model: Any, texts: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError for prompts that end inside the prefix of the model's masks, which new tokens would change."""
-    prefix = max((mask.prefix for mask in getattr(model, "masks", ())), default=0)
+    """Raises ValueError for prompts that end inside the prefix of the model's masks, which new tokens would change, and
+    for models with blocks.
+    """
+    masks = getattr(model, "masks", ())
+    if (block := max((mask.block_size for mask in masks), default=1)) > 1:
+        raise ValueError(
+            f"this model's tokens attend to later ones of their block of {block}, so it does not generate token by token: "
+            "use inference.denoise"
+        )
+    prefix = max((mask.prefix for mask in masks), default=0)
     if (shortest := min(map(len, texts))) < prefix:
         raise ValueError(
             f"a prompt must have the whole prefix of {prefix} tokens, which attend to each other, got {shortest} tokens: "
