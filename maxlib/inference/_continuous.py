@@ -25,10 +25,10 @@ from maxlib.inference._generate import (
     Generator,
     Images,
     Packed,
-    cast_matrices,
     check_inputs,
     check_length,
     check_prefix,
+    prepared,
     right_padded,
     shared_capacity,
 )
@@ -200,7 +200,7 @@ class LocalEngine:
         self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
         if self.num_drafts:
             check_drafter(model, drafter, self.num_drafts)
-            self._drafter = None if isinstance(drafter, str) else Packed.of(cast_matrices(nn.unstack(drafter), dtype))
+            self._drafter = None if isinstance(drafter, str) else Packed.of(prepared(drafter, dtype))
             check_rewinds(model, self._cache_shapes(self.num_drafts), needs_length=needs_length)
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
         self._block = Paging.of(model, self._making(1 << 20)).block

@@ -63,8 +63,9 @@ class Packed:
 class Generator:
     """A model prepared for decoding: layers are unstacked and matrices cast to `dtype` once.
 
-    On CPUs, which multiply few bits slowly, weights of few bits are dequantized to `dtype` once; where activations are
-    rounded too, they stay as they are.
+    On CPUs, which multiply few bits slowly, weights of few bits are dequantized to `dtype` once, and take its memory;
+    where activations are rounded too, only their values are cast, and products are those of integers. On TPUs values of
+    four bits get a dtype of four bits, which takes no more memory.
 
     To run on several devices, call it inside `sharding.use(layout)`: parameters, caches and steps are sharded
     accordingly.
@@ -86,7 +87,7 @@ class Generator:
                 "the target, "
                 "and pass this model as drafter= to inference.speculate"
             )
-        self.model = cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
+        self.model = prepared(model, dtype)
         self.packed = Packed.of(self.model)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
@@ -334,23 +335,42 @@ def _draw(model, hidden, keys, step, sampler: Callable):
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
+def prepared(model: Any, dtype: Any) -> Any:
+    """Returns a model for decoding, see `Generator`."""
+    return cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
+
+
 def _unpacked(model: Any, dtype: Any) -> Any:
-    """Returns the model with dequantized weights if it runs on CPUs, see `Generator`."""
-    if current_device()[0] != "cpu":
+    """Returns the model with stored weights as the device multiplies them fastest, see `Generator`."""
+    platform = current_device()[0]
+    convert = {"cpu": _dequantized, "tpu": _unpacked_bytes}.get(platform)
+    if convert is None:
         return model
 
-    def unpack(path: str, site: Any) -> Any:
-        matmul = getattr(site, "matmul", nn.matmul.PlainMatmul())
-        while isinstance(matmul, nn.matmul.LowRank):
-            matmul = matmul.inner
-        if not isinstance(site.w, nn.quantized.QuantizedWeight) or not isinstance(matmul, nn.matmul.PlainMatmul):
-            return site
-        # Weights that an update lacks are arrays of numpy, see `_converted`.
-        absent = isinstance(site.w.values.get_value(), np.ndarray)
-        w = np.broadcast_to(False, site.w.shape) if absent else site.w[...].astype(dtype)
-        return sites.replace(site, w=nnx.Param(w, axes=sites.axes_of(site)))
+    def change(path: str, site: Any) -> Any:
+        return convert(site, dtype) if isinstance(site.w, nn.quantized.QuantizedWeight) else site
 
-    return sites.map_sites(model, unpack)
+    return sites.map_sites(model, change)
+
+
+def _unpacked_bytes(site: Any, dtype: Any) -> Any:
+    """Returns a layer whose values of four bits have a dtype of four bits, as TPUs store them: two in a byte too."""
+    if not site.w.is_packed:
+        return site
+    return sites.replace(site, w=site.w.widened(jnp.uint4 if site.w.qtype == "nf4" else jnp.int4))
+
+
+def _dequantized(site: Any, dtype: Any) -> Any:
+    """Returns a layer with a dequantized weight; with values in `dtype` if activations are rounded."""
+    matmul = getattr(site, "matmul", nn.matmul.PlainMatmul())
+    while isinstance(matmul, nn.matmul.LowRank):
+        matmul = matmul.inner
+    if not isinstance(matmul, nn.matmul.PlainMatmul):
+        return sites.replace(site, w=site.w.widened(dtype))
+    # Weights that an update lacks are arrays of numpy, see `_converted`.
+    absent = isinstance(site.w.values.get_value(), np.ndarray)
+    w = np.broadcast_to(False, site.w.shape) if absent else site.w.matrix(dtype)
+    return sites.replace(site, w=nnx.Param(w, axes=sites.axes_of(site)))
 
 
 def cast_matrices(model: Any, dtype: Any) -> Any:

@@ -16,7 +16,7 @@ from maxlib.hardware import current_device
 from maxlib.nn._initial_values import Init, normal, truncated_normal
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul, merged_einsum
 from maxlib.sharding import IfFree, constrain, current
-from maxlib.sharding.layers import check_axes, gather_once
+from maxlib.sharding.layers import check_axes, gather_once, gather_rounded
 
 
 def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
@@ -102,8 +102,12 @@ class Einsum(nnx.Module):
         """Returns the projection of `x`, in the dtype of `x`."""
         self._check(x)
         # For "...D,NHD->...NH": [..., D] -> [..., N, H]
-        w = self._gathered(x) if self.gather_once else self.w
-        y = merged_einsum(self.matmul.einsum, self.spec, x, w, rows=_merges_rows())
+        if self._gathers_rounded(x):
+            # Inside `jax.checkpoint` no device keeps the gathered weight for the backward pass.
+            y = jax.checkpoint(self._multiply_rounded, prevent_cse=False)(x, self.w[...])
+        else:
+            w = self._gathered(x) if self.gather_once else self.w
+            y = merged_einsum(self.matmul.einsum, self.spec, x, w, rows=_merges_rows())
         if self.b is None:
             return y
         # [kept dimensions] -> [..., kept dimensions], in the dtype of the activations.
@@ -115,11 +119,22 @@ class Einsum(nnx.Module):
         matmul = self.matmul.unquantized() if isinstance(self.matmul, LowRank) else PlainMatmul()
         return matmul.einsum(spec, x, self.w)
 
+    def _gathers_rounded(self, x: Float[Array, "..."]) -> bool:
+        """Returns True if the layout gathers this weight in 8 bits."""
+        layout = current()
+        return layout is not None and layout.gather_dtype is not None and self._is_gathered(x)
+
+    def _multiply_rounded(self, x: Float[Array, "..."], w: Array) -> Float[Array, "..."]:
+        w = gather_rounded(w, *self.w.get_metadata()["axes"], dtype=x.dtype)
+        return self.matmul.einsum(self.spec, x, w)
+
+    def _is_gathered(self, x: Float[Array, "..."]) -> bool:
+        """Returns False if the weight is quantized or there is a single token, whose activations are smaller."""
+        return isinstance(self.w, nnx.Param) and x.shape[1:-1] != (1,)
+
     def _gathered(self, x: Float[Array, "..."]) -> Any:
-        """Gathers the weight once for all its uses, unless it is quantized or there is a single token, whose
-        activations are smaller.
-        """
-        if not isinstance(self.w, nnx.Param) or x.shape[1:-1] == (1,):
+        """Gathers the weight once for all its uses, where that moves less than the activations."""
+        if not self._is_gathered(x):
             return self.w
         return gather_once(jnp.asarray(self.w[...], x.dtype), *self.w.get_metadata()["axes"])
 

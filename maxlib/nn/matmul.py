@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
 from maxlib.kernels.grouped_matmul.rows import owners
+from maxlib.nn.quantized import QuantizedWeight
 
 
 @runtime_checkable
@@ -48,10 +49,9 @@ class PlainMatmul:
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         """Computes `einsum(spec, x, w)` in the dtype of `x`."""
-        w = jnp.asarray(w[...], x.dtype)
-        # XLA for CPUs would transpose a weight of more than two dimensions at every call. On a mesh, merging dimensions
-        # may gather them at every use.
-        return merged_einsum(jnp.einsum, spec, x, w, matrix=sharding.current() is None)
+        if isinstance(w, QuantizedWeight):
+            return ops.quantized_einsum(spec, x, w, multiply=_einsum)
+        return _einsum(spec, x, jnp.asarray(w[...], x.dtype))
 
     def grouped(
         self,
@@ -64,6 +64,24 @@ class PlainMatmul:
         return ops.grouped_matmul(
             rows, w, rows_per_expert, weight_order=weight_order, implementation=self.implementation
         )
+
+
+def _einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
+    # XLA for CPUs would transpose a weight of more than two dimensions at every call. On a mesh, merging dimensions
+    # may gather them at every use.
+    return merged_einsum(jnp.einsum, spec, x, w, matrix=sharding.current() is None)
+
+
+def rounding_einsum(spec: str, x: Float[Array, "..."], w: QuantizedWeight, activations: str) -> Float[Array, "..."]:
+    """Computes `einsum(spec, x, w)` of rounded activations and a stored weight.
+
+    Args:
+        spec: The einsum.
+        x: Activations.
+        w: The weight.
+        activations: Type to which activations are rounded.
+    """
+    return ops.quantized_einsum(spec, x, w, activations=activations, multiply=_einsum)
 
 
 def _read(x: Float[Array, "..."]) -> Float[Array, "..."]:

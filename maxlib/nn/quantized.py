@@ -5,11 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
 from flax import nnx
 from jaxtyping import Array, Float, Num
 
 FOUR_BITS = ("int4", "nf4")  # two values per byte, the first in the low half
+# The values of nf4 (arXiv:2305.14314, appendix E).
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 
 
 class QuantizedWeight(nnx.Module):
@@ -61,12 +69,27 @@ class QuantizedWeight(nnx.Module):
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of the matrix, after a stack's leading axis if it has one."""
         *rest, last = self.values.get_value().shape
-        return (*rest, 2 * last if self.qtype in FOUR_BITS else last)
+        return (*rest, 2 * last if self.is_packed else last)
+
+    @property
+    def is_packed(self) -> bool:
+        """Returns True if a byte has two values, as it is stored."""
+        # An array of booleans stands for values that are absent (`inference.Generator.update`).
+        return self.qtype in FOUR_BITS and self.values.get_value().dtype in (jnp.uint8, jnp.bool_)
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of values and scales."""
         return sum(a.size * a.dtype.itemsize for a in (self.values.get_value(), self.scale.get_value()))
+
+    def widened(self, dtype: Any) -> "QuantizedWeight":
+        """Returns the weight with unpacked values in another dtype, for devices that multiply it faster."""
+        new, values = jax.tree.map(lambda a: a, self), self.values.get_value()
+        # Weights that an update lacks are arrays of numpy, which take no memory.
+        is_absent = isinstance(values, np.ndarray)
+        wide = np.broadcast_to(False, self.shape) if is_absent else self.quantized().qvalue.astype(dtype)
+        new.values = self.values.replace(wide)
+        return new
 
     def restored(self) -> nnx.Param:
         """Returns the dequantized parameter, in its original dtype."""
@@ -76,17 +99,39 @@ class QuantizedWeight(nnx.Module):
     def quantized(self) -> qwix.QArray:
         """Returns the weight as an unpacked qwix array."""
         values = self.values.get_value()
-        values = unpack(values, self.qtype) if self.qtype in FOUR_BITS else values
+        values = unpack(values, self.qtype) if self.is_packed else values
         return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), None, _dtype(self.qtype))
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
-        """Returns the matrix `values * scale`, indexed."""
-        return qwix.dequantize(self.quantized())[index]
+        """Returns the matrix `values * scale` in float32, indexed."""
+        return self.matrix(jnp.float32)[index]
+
+    def matrix(self, dtype: Any) -> Float[Array, "..."]:
+        """Returns the matrix `values * scale` in `dtype`, rounded once."""
+        low = self.quantized()
+        # Integers and scales of groups are exact in bfloat16: there XLA for TPUs makes no copy in float32.
+        is_exact = jnp.issubdtype(low.qvalue.dtype, jnp.signedinteger) and self.scale.get_value().dtype == dtype
+        kind = dtype if is_exact else jnp.float32
+        values = _nf4(low.qvalue) if self.qtype == "nf4" else low.qvalue.astype(kind)
+        scale = low.scale.astype(kind)
+        for dim, (count, size) in enumerate(zip(scale.shape, values.shape, strict=True)):
+            if 1 < count < size:  # [..., I / g] -> [..., I]
+                scale = jnp.repeat(scale, size // count, axis=dim)
+        return (values * scale).astype(dtype)
 
 
 def _dtype(qtype: str) -> Any:
     """Returns the quantized type in qwix's notation."""
     return qtype if qtype == "nf4" else jnp.dtype(qtype)
+
+
+def _nf4(codes: Num[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the values of codes, without a table lookup, which XLA for TPUs does element by element."""
+    values = [jnp.float32(value) for value in _NF4]
+    for bit in range(4):
+        is_odd = (codes.astype(jnp.uint8) >> bit) & 1 == 1
+        values = [jnp.where(is_odd, odd, even) for even, odd in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 def pack(x: Any) -> Any:

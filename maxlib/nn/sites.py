@@ -24,6 +24,10 @@ Site = Einsum | ExpertLinear | Embed
 SITES = (Einsum, ExpertLinear, Embed)
 
 
+# Indices in a stack, negative ones from its end, or a function that returns them given the number of layers.
+Layers = tuple[int, ...] | Callable[[int], tuple[int, ...]] | None
+
+
 @dataclass(frozen=True)
 class Where:
     """Location of a matmul.
@@ -48,7 +52,7 @@ class Selector(Protocol):
     @property
     def match(self) -> str: ...
     @property
-    def layers(self) -> tuple[int, ...] | None: ...
+    def layers(self) -> Layers: ...
     @property
     def kinds(self) -> tuple[Kind, ...]: ...
 
@@ -59,7 +63,8 @@ def fits(rule: Selector, site: Where) -> bool:
         return False
     if rule.layers is None:
         return True
-    return site.layer in [i + site.count if i < 0 else i for i in rule.layers]  # -1 is the last layer
+    layers = rule.layers(site.count) if callable(rule.layers) else rule.layers
+    return site.layer in [i + site.count if i < 0 else i for i in layers]  # -1 is the last layer
 
 
 def decide(rules: Sequence[Selector], where: Where) -> int | None:
@@ -100,7 +105,8 @@ class Decisions:
                 + f"The matmuls are {', '.join(f'{path} ({kind})' for path, kind in self._seen.items())}"
             )
         for rule in self.rules:
-            if absent := [i for i in rule.layers or () if not -self._most <= i < self._most]:
+            layers = () if rule.layers is None or callable(rule.layers) else rule.layers
+            if absent := [i for i in layers if not -self._most <= i < self._most]:
                 raise ValueError(
                     f"{_short(rule)} names the layers {absent}, but the largest stack has {self._most}, numbered from 0"
                 )

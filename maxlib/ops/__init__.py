@@ -44,6 +44,9 @@ from maxlib.ops._grouped_matmul import grouped_glu as grouped_glu
 from maxlib.ops._grouped_matmul import grouped_matmul as grouped_matmul
 from maxlib.ops._grouped_matmul import grouped_outer as grouped_outer
 from maxlib.ops._grouped_matmul import swiglu as swiglu
+from maxlib.ops._quantized_einsum import explain_quantized_einsum as explain_quantized_einsum
+from maxlib.ops._quantized_einsum import quantized_einsum as quantized_einsum
+from maxlib.ops._quantized_einsum import spelled_out as spelled_out
 from maxlib.ops._recurrent import explain_gated_delta_rule as explain_gated_delta_rule
 from maxlib.ops._recurrent import explain_kimi_delta_attention as explain_kimi_delta_attention
 from maxlib.ops._recurrent import explain_ssd as explain_ssd

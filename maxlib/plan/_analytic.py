@@ -220,7 +220,8 @@ def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:
         gathered = (split & {*layout.mesh_axes("batch")}) - {*stay}
         size = math.prod(x.shape) * width / math.prod(mesh.shape[axis] for axis in split - gathered)
         turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(x.axes) else 1.0
-        yield ShardedWeight(split, gathered, size, turns * program.job.microbatches, x.trained)
+        uses = turns * program.job.microbatches
+        yield ShardedWeight(split, gathered, size, uses, x.trained, sharding.layers.own_axes(x.axes))
 
 
 def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:

@@ -8,6 +8,7 @@ from maxlib.quantization._files import save as save
 from maxlib.quantization._formats import INFERENCE as INFERENCE
 from maxlib.quantization._formats import TRAINING as TRAINING
 from maxlib.quantization._formats import Format as Format
+from maxlib.quantization._formats import LastLayers as LastLayers
 from maxlib.quantization._formats import Rule as Rule
 from maxlib.quantization._formats import Rules as Rules
 from maxlib.quantization._gptq import gptq as gptq

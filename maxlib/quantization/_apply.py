@@ -27,7 +27,8 @@ def for_training(model: Model, rules: Rules) -> Model:
     Args:
         model: A model in full precision.
         rules: "int8" (weights and activations), "int8_gradients", "fp8" (e4m3 forward, e5m2 backward), "fp8_block"
-            (e4m3 in blocks of 128, as DeepSeek-V3); quantization-aware training, which rounds to what inference stores
+            (e4m3 in blocks of 128, as DeepSeek-V3), "nvfp4" (4 bits, the last 15 % of a stack's layers in full
+            precision); quantization-aware training, which rounds to what inference stores
             and multiplies in full precision: "int4_qat", "nvfp4_qat", "mxfp4_qat" (weights) and "int4_w4a8_qat"
             (activations in int8 too); a `Format`, or `Rule`s. The first matching rule applies; matmuls without a match
             stay in full precision.

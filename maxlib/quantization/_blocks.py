@@ -1,8 +1,10 @@
-"""Matmuls of operands with block scales, as in DeepSeek-V3's FP8 training (arXiv:2412.19437, section 3.3).
+"""Matmuls of operands with block scales: DeepSeek-V3's FP8 training (arXiv:2412.19437, section 3.3), and NVFP4
+training (arXiv:2509.25149).
 
 Activations and gradients have a scale for each line of `block` neighbours along the summed dimension, weights have one
-for each square of `block x block`. Scales are powers of two, so a rounded value times its scale is a bfloat16 number:
-devices without hardware for scaled blocks compute the same products exactly in bfloat16.
+for each square of `block x block`. Scales are powers of two in FP8 and E4M3 numbers in NVFP4, so a rounded value times
+its scale is a bfloat16 number: devices without hardware for scaled blocks compute the same products exactly in
+bfloat16. In NVFP4 a float32 scale of the whole array multiplies the product.
 """
 
 import dataclasses
@@ -13,56 +15,110 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from maxlib import ops
 from maxlib.hardware import current_device, is_blackwell
 from maxlib.quantization._formats import Format
 
-LANE = 32  # neighbours that share a scale in the MXFP8 hardware of Blackwell GPUs
+NVFP4 = "nvfp4"  # E2M1 numbers, a scale in E4M3 for each block, and a float32 scale of all
 _LEAST_EXPONENT = -126  # of a normal float32, and so of a bfloat16
+_E2M1, _E2M1_MAX, _E4M3, _E4M3_MAX = "float4_e2m1fn", 6.0, "float8_e4m3fn", 448.0
+_HADAMARD = 16  # side of the matrix that rotates the inputs of a weight's gradient
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["kind", "sides"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scale", "of_all"], meta_fields=["kind", "sides"]
+)
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """An array that is rounded block by block: `values * scale`.
+    """An array that is rounded block by block: `values * scale * of_all`.
 
     Attributes:
         values: Rounded values, in float32.
-        scale: float32 powers of two, one for each block; the last block in a dimension may be partial.
-        kind: Name of the dtype to which they are rounded.
+        scale: Scales in float32, one for each block; the last block in a dimension may be partial.
+        of_all: Scale of the whole array in float32; None in formats of eight bits, which have none.
+        kind: Name of the dtype to which they are rounded, or "nvfp4".
         sides: Length of a block in each dimension.
     """
 
     values: Float[Array, "..."]
     scale: Float[Array, "..."]
+    of_all: Float[Array, ""] | None
     kind: str
     sides: tuple[int, ...]
 
-    def restored(self, dtype: Any) -> Float[Array, "..."]:
-        """Returns the dequantized array."""
+    @property
+    def lane(self) -> int:
+        """Returns the number of neighbours that share a scale in the hardware of Blackwell GPUs: MXFP8, or NVFP4."""
+        return 16 if self.kind == NVFP4 else 32
+
+    @property
+    def dtypes(self) -> tuple[Any, Any]:
+        """Returns the dtypes of values and of scales in that hardware."""
+        return (_E2M1, _E4M3) if self.kind == NVFP4 else (self.kind, jnp.float8_e8m0fnu)
+
+    def within(self, dtype: Any) -> Float[Array, "..."]:
+        """Returns `values * scale`, which is exact in bfloat16."""
         return (self.values * _spread(self.scale, self.sides, self.values.shape)).astype(dtype)
 
+    def restored(self, dtype: Any) -> Float[Array, "..."]:
+        """Returns the dequantized array."""
+        scale = self.scale if self.of_all is None else self.scale * self.of_all
+        return (self.values * _spread(scale, self.sides, self.values.shape)).astype(dtype)
+
     def lanes(self, dim: int) -> Float[Array, "..."]:
-        """Returns a scale for every `LANE` neighbours in dimension `dim` and for every index of the others."""
+        """Returns a scale for every `lane` neighbours in dimension `dim` and for every index of the others."""
         shape, sides = list(self.values.shape), list(self.sides)
-        shape[dim], sides[dim] = shape[dim] // LANE, max(1, sides[dim] // LANE)
+        shape[dim], sides[dim] = shape[dim] // self.lane, max(1, sides[dim] // self.lane)
         return _spread(self.scale, sides, shape)
 
 
-def quantize(x: Float[Array, "..."], kind: str, sides: tuple[int, ...]) -> Blocks:
+def quantize(x: Float[Array, "..."], kind: str, sides: tuple[int, ...], *, stochastic: bool = False) -> Blocks:
     """Rounds an array to `kind`, with a scale for each block.
 
     Args:
         x: The array.
-        kind: Name of a dtype of eight bits.
+        kind: Name of a dtype of eight bits, or "nvfp4".
         sides: Length of a block in each dimension; at most that of the dimension counts.
+        stochastic: True rounds to one of both neighbours at random, so that the mean is exact; only for "nvfp4".
     """
     sides = tuple(min(side, size) for side, size in zip(sides, x.shape, strict=True))
     x = x.astype(jnp.float32)
-    scale = _scale(_largest(jnp.abs(x), sides), kind)
-    return Blocks(rounded(x / _spread(scale, sides, x.shape), kind), scale, kind, sides)
+    largest = _largest(jnp.abs(x), sides)
+    if kind == NVFP4:
+        return _nvfp4(x, largest, sides, stochastic)
+    scale = _scale(largest, kind)
+    return Blocks(rounded(x / _spread(scale, sides, x.shape), kind), scale, None, kind, sides)
+
+
+def _nvfp4(x: Array, largest: Array, sides: tuple[int, ...], stochastic: bool) -> Blocks:
+    """Rounds to E2M1 numbers; the largest block gets the largest E4M3 scale."""
+    of_all = jnp.max(largest) / (_E2M1_MAX * _E4M3_MAX)
+    of_all = jnp.where(of_all > 0, of_all, 1.0)
+    scale = rounded(largest / (_E2M1_MAX * of_all), _E4M3)
+    scale = jnp.where(scale > 0, scale, 1.0)
+    values = jnp.clip(x / _spread(scale * of_all, sides, x.shape), -_E2M1_MAX, _E2M1_MAX)
+    values = _rounded_at_random(values, _noise(x)) if stochastic else rounded(values, _E2M1)
+    return Blocks(values, scale, of_all, NVFP4, sides)
+
+
+def _rounded_at_random(x: Float[Array, "..."], noise: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Rounds to one of the two E2M1 numbers around x, to the nearer one more often: the mean is x."""
+    size = jnp.abs(x)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    return jnp.sign(x) * jnp.floor(size / step + noise) * step
+
+
+def _noise(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Draws uniform numbers in [0, 1), with a key that is the sum of the bits of x.
+
+    So each step has other numbers, no key is passed through the model, recomputation draws the same ones, and the order
+    of the sum, which differs by mesh, does not matter.
+    """
+    bits = jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
+    return jax.random.uniform(jax.random.fold_in(jax.random.key(0), bits), x.shape)
 
 
 def rounded(x: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
@@ -128,10 +184,12 @@ def _backward(spec, format, residuals, d):
         return jax.vjp(lambda x, w: jnp.einsum(spec, x, w), x, w)[1](d)
     of_x, of_w, of_y = spec.replace("->", ",").split(",")
     # Both products of the backward pass sum over other dimensions, so the lines run along those. Squares do not change.
-    lines = _lines(d, format.gradients, of_y, _last(of_w, of_x), format)
+    lines = _gradient_lines(d, of_y, _last(of_w, of_x), format)
     dx = _product(f"{of_y},{of_w}->{of_x}", lines, _squares(w, of_w, of_x, of_y, format), x.dtype)
     along = _last(of_x, of_w)
-    left = _lines(d, format.gradients, of_y, along, format)
+    if format.gradients == NVFP4 and along:
+        d, x = _rotated(d, of_y.index(along)), _rotated(x, of_x.index(along))
+    left = _gradient_lines(d, of_y, along, format)
     right = _lines(x, format.activations, of_x, along, format)
     return dx, _product(f"{of_y},{of_x}->{of_w}", left, right, w.dtype)
 
@@ -149,6 +207,34 @@ def _lines(x: Array, kind: Any, letters: str, along: str, format: Format) -> Blo
     return quantize(x, kind, tuple(_side(format) if letter in along else 1 for letter in letters))
 
 
+def _gradient_lines(d: Array, letters: str, along: str, format: Format) -> Blocks:
+    """Rounds gradients, which NVFP4 rounds at random: rounding to nearest would add a bias to every step."""
+    sides = tuple(_side(format) if letter in along else 1 for letter in letters)
+    return quantize(d, str(format.gradients), sides, stochastic=format.gradients == NVFP4)
+
+
+def _rotated(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+    """Multiplies each 16 neighbours of a dimension by a Hadamard matrix with random signs, which spreads outliers.
+
+    The matrix is orthogonal: a product that sums over the dimension of two rotated arrays does not change.
+    """
+    x = jnp.moveaxis(x.astype(jnp.float32), dim, -1)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _HADAMARD)])
+    # [..., T] -> [..., T / 16, 16]
+    blocks = x.reshape(*x.shape[:-1], -1, _HADAMARD)
+    y = jnp.einsum("...i,ij->...j", blocks, _rotation(), precision=jax.lax.Precision.HIGHEST)
+    return jnp.moveaxis(y.reshape(x.shape), -1, dim)
+
+
+def _rotation() -> np.ndarray:
+    """Returns a random sign for each row, times the Hadamard matrix divided by its norm."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < _HADAMARD:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (_HADAMARD, 1))
+    return signs * matrix / np.sqrt(np.float32(_HADAMARD))
+
+
 def _squares(w: Array, of_w: str, of_x: str, of_y: str, format: Format) -> Blocks:
     """Rounds a weight with square blocks over its last summed dimension and its last output dimension."""
     return _lines(w, format.weights, of_w, _last(of_w, of_y) + _last(of_w, of_x), format)
@@ -163,21 +249,26 @@ def _product(spec: str, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "..."]
     """Computes an einsum of two operands, in scaled blocks if the device has hardware for them."""
     if is_blackwell(current_device()[1]) and _suits_lanes(spec, a, b):
         return scaled_einsum(spec, a, b, dtype)
-    return jnp.einsum(spec, a.restored(dtype), b.restored(dtype))
+    if a.of_all is None:
+        return jnp.einsum(spec, a.within(dtype), b.within(dtype))
+    # CPUs have no product of bfloat16 with a sum in float32.
+    narrow = jnp.float32 if current_device()[0] == "cpu" else dtype
+    y = jnp.einsum(spec, a.within(narrow), b.within(narrow), preferred_element_type=jnp.float32)
+    return _times(y, a, b).astype(dtype)
 
 
 def _suits_lanes(spec: str, a: Blocks, b: Blocks) -> bool:
-    """Returns True if both operands have 8-bit floats and blocks of whole lanes along the summed dimension."""
+    """Returns True if both operands are floats with blocks of whole lanes along the summed dimension."""
     of_a, of_b, out = spec.replace("->", ",").split(",")
     last = _last(of_a, out)
-    if not last or not all(jnp.issubdtype(operand.kind, jnp.floating) for operand in (a, b)):
+    if not last or not all(jnp.issubdtype(operand.dtypes[0], jnp.floating) for operand in (a, b)):
         return False
     dims = (a, of_a.index(last)), (b, of_b.index(last))
-    return all(operand.values.shape[d] % LANE == 0 and operand.sides[d] % LANE == 0 for operand, d in dims)
+    return all(x.values.shape[d] % x.lane == 0 and x.sides[d] % x.lane == 0 for x, d in dims)
 
 
 def scaled_einsum(spec: str, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "..."]:
-    """Computes an einsum by `jax.nn.scaled_matmul`, which Blackwell GPUs run in their units for MXFP8.
+    """Computes an einsum by `jax.nn.scaled_matmul`, which Blackwell GPUs run in their units for MXFP8 or NVFP4.
 
     Args:
         spec: The einsum; its last summed dimension has blocks of whole lanes in both operands.
@@ -192,7 +283,9 @@ def scaled_einsum(spec: str, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "
     rows, columns = ("".join(letter for letter in of if letter not in both) for of in (of_a, of_b))
     left, left_scale = _matrices(a, of_a, batch, rows, summed)
     right, right_scale = _matrices(b, of_b, batch, columns, summed)
-    y = jax.nn.scaled_matmul(left, right, left_scale, right_scale, preferred_element_type=dtype)
+    sum_dtype = dtype if a.of_all is None else jnp.float32
+    y = jax.nn.scaled_matmul(left, right, left_scale, right_scale, preferred_element_type=sum_dtype)
+    y = _times(y, a, b).astype(dtype)
     sizes = dict(zip(of_a + of_b, a.values.shape + b.values.shape, strict=True))
     y = y.reshape([sizes[letter] for letter in batch + rows + columns])
     return jnp.einsum(f"{batch + rows + columns}->{out}", y)
@@ -208,7 +301,8 @@ def _matrices(x: Blocks, letters: str, batch: str, kept: str, summed: str) -> tu
     def flat(y):
         return y.transpose(order).reshape(size(batch), size(kept), -1)
 
-    return flat(x.values.astype(x.kind)), flat(x.lanes(letters.index(summed[-1]))).astype(jnp.float8_e8m0fnu)
+    of_values, of_scales = x.dtypes
+    return flat(x.values.astype(of_values)), flat(x.lanes(letters.index(summed[-1]))).astype(of_scales)
 
 
 # ----------------------------------------------------------------------------------------------- experts
@@ -227,8 +321,7 @@ def grouped(rows, w, counts, weight_order: ops.ExpertWeightOrder, format: Format
         weight_order: Dimensions of `w`.
         format: Formats of the operands, with blocks.
     """
-    lines = _lines(rows, format.activations, "MI", "I", format).restored(rows.dtype)
-    return ops.grouped_matmul(lines, _experts(w, weight_order, format), counts, weight_order=weight_order)
+    return _grouped_product(_lines(rows, format.activations, "MI", "I", format), w, counts, weight_order, format)
 
 
 def _grouped_forward(rows, w, counts, weight_order, format):
@@ -242,23 +335,30 @@ def _grouped_backward(weight_order, format, residuals, d):
             d
         ), None
     back: ops.ExpertWeightOrder = "EIO" if weight_order == "EOI" else "EOI"
-    lines = _lines(d, format.gradients, "MO", "O", format).restored(d.dtype)
-    d_rows = ops.grouped_matmul(lines, _experts(w, weight_order, format), counts, weight_order=back)
+    d_rows = _grouped_product(_gradient_lines(d, "MO", "O", format), w, counts, back, format)
     return d_rows, _outer(d, rows, counts, weight_order, format).astype(w.dtype), None
 
 
 grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _experts(w, weight_order: ops.ExpertWeightOrder, format: Format):
-    return _lines(w, format.weights, weight_order, "OI", format).restored(w.dtype)
+def _grouped_product(lines: Blocks, w, counts, weight_order: ops.ExpertWeightOrder, format: Format):
+    """Multiplies rounded rows by the rounded matrices of their experts, in the dtype of `w`."""
+    squares = _lines(w, format.weights, "EOI", "OI", format)
+    y = ops.grouped_matmul(lines.within(w.dtype), squares.within(w.dtype), counts, weight_order=weight_order)
+    return _times(y, lines, squares).astype(w.dtype)
+
+
+def _times(y: Array, a: Blocks, b: Blocks) -> Array:
+    """Multiplies a product of two operands by their scales of all, if they have any."""
+    return y if a.of_all is None or b.of_all is None else y * (a.of_all * b.of_all)
 
 
 def _outer(d, rows, counts, weight_order: ops.ExpertWeightOrder, format: Format):
     """Computes the gradient of the experts' weights; a line of rows may contain rows of two neighbouring experts."""
     used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # other rows are arbitrary and would affect scales
     d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
-    d = _lines(d, format.gradients, "MO", "M", format).restored(d.dtype)
-    rows = _lines(rows, format.activations, "MI", "M", format).restored(rows.dtype)
-    left, right = (d, rows) if weight_order == "EOI" else (rows, d)
-    return ops.grouped_outer(left, right, counts)
+    dtype = d.dtype
+    d, x = _gradient_lines(d, "MO", "M", format), _lines(rows, format.activations, "MI", "M", format)
+    left, right = (d, x) if weight_order == "EOI" else (x, d)
+    return _times(ops.grouped_outer(left.within(dtype), right.within(dtype), counts), d, x)

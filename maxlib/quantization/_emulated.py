@@ -10,10 +10,10 @@ import qwix
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.quantization._blocks import rounded
+from maxlib.quantization._blocks import NVFP4, quantize, rounded
 from maxlib.quantization._formats import FOUR_BIT_FLOATS, Format
 
-_E2M1_MAX, _E2M1_EXPONENT, _E4M3_MAX = 6.0, 2, 448.0
+_E2M1_MAX, _E2M1_EXPONENT = 6.0, 2
 
 
 def operands(
@@ -61,16 +61,13 @@ def four_bit_floats(w: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
         w: The numbers.
         kind: "nvfp4" or "mxfp4".
     """
+    group = FOUR_BIT_FLOATS[kind]
+    if kind == NVFP4:
+        return quantize(w, kind, (1,) * (w.ndim - 1) + (group,)).restored(jnp.float32)
     # [..., I] -> [..., G, g]
-    groups = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, FOUR_BIT_FLOATS[kind])
+    groups = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, group)
     largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
-    if kind == "mxfp4":
-        exponent = jnp.frexp(largest)[1] - 1 - _E2M1_EXPONENT  # of the largest power of two in the group
-        scale = jnp.ldexp(jnp.ones_like(largest), jnp.maximum(exponent, -126))
-    else:
-        of_all = jnp.max(largest) / (_E2M1_MAX * _E4M3_MAX)
-        of_all = jnp.where(of_all > 0, of_all, 1.0)
-        scale = rounded(largest / (_E2M1_MAX * of_all), "float8_e4m3fn") * of_all
-    scale = jnp.where(scale > 0, scale, 1.0)
+    exponent = jnp.frexp(largest)[1] - 1 - _E2M1_EXPONENT  # of the largest power of two in the group
+    scale = jnp.ldexp(jnp.ones_like(largest), jnp.maximum(exponent, -126))
     numbers = jnp.clip(groups / scale, -_E2M1_MAX, _E2M1_MAX)
     return (rounded(numbers, "float4_e2m1fn") * scale).reshape(w.shape)

@@ -34,9 +34,10 @@ class Quantized:
 
     def einsum(self, spec: str, x: Float[Array, "..."], w: Any) -> Float[Array, "..."]:
         """Computes `einsum(spec, x, w)` of rounded operands."""
-        spec = _spelled_out(spec, x.ndim)
         if isinstance(w, nn.quantized.QuantizedWeight):
-            return _product(spec, x, w.quantized(), self.format.activations, None)
+            assert self.format.activations is not None  # `for_inference` leaves PlainMatmul otherwise
+            return nn.matmul.rounding_einsum(spec, x, w, self.format.activations)
+        spec = ops.spelled_out(spec, x.ndim)
         if self.format.is_emulated:
             return nn.matmul.PlainMatmul().einsum(spec, *_emulated.operands(spec, x, w[...], self.format))
         multiply = _einsum if self.format.block is None else _blocks.einsum
@@ -116,7 +117,8 @@ def _product(spec: str, a, b, a_type, b_type):
 def _grouped_product(rows, w, counts, weight_order: ops.ExpertWeightOrder, rows_type, w_type):
     """Multiplies rounded rows by the rounded matrices of their experts: [M, I] and [E, O, I] -> [M, O]."""
     x, w = _rounded(rows, rows_type, "MI", "MO"), _rounded(w, w_type, weight_order, "EO")
-    y = ops.grouped_matmul(x.qvalue, w.qvalue, counts, weight_order=weight_order, out_dtype=jnp.float32)
+    values = x.qvalue.astype(w.qvalue.dtype) if w.qvalue.dtype == rows.dtype else x.qvalue  # of a widened weight
+    y = ops.grouped_matmul(values, w.qvalue, counts, weight_order=weight_order, out_dtype=jnp.float32)
     expert = owners(counts, rows.shape[0])
     # [E, O] -> [M, O]: the scales of each row's expert.
     scale = w.scale.squeeze(weight_order.index("I")).at[expert].get(mode="clip")
@@ -143,12 +145,3 @@ def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
         return x
     remaining = [d for d, letter in enumerate(letters) if letter in kept]
     return qwix.quantize(x.astype(jnp.float32), jnp.dtype(kind), channelwise_axes=remaining)
-
-
-def _spelled_out(spec: str, ndim: int) -> str:
-    """Returns `spec` with letters instead of an ellipsis in the first operand and the result."""
-    if "..." not in spec:
-        return spec
-    named = len(spec.partition(",")[0].replace("...", ""))
-    free = [letter for letter in "abcdefghijklmnopqrstuvwxyz" if letter not in spec]
-    return spec.replace("...", "".join(free[: ndim - named]))

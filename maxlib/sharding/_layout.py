@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib.sharding import _rules
 from maxlib.sharding._axes import AxisRules, Name, check_axes, is_stacked, mesh_axes_of, own_axes
 from maxlib.sharding._mesh import MeshShape, check_mesh_axes
-from maxlib.sharding._parallelism import HOST, ExpertParallel, Offload
+from maxlib.sharding._parallelism import HOST, ExpertParallel, FullyShard, Offload
 from maxlib.sharding._pipeline import Pipeline
 from maxlib.sharding._presets import FSDP_TP
 from maxlib.sharding._sequence import ContextParallel, by_rules
@@ -120,6 +120,12 @@ class Layout:
         """The pipeline, if the mesh has more than one stage."""
         pipeline = self._find(Pipeline)
         return pipeline if pipeline is not None and self.mesh.shape[pipeline.axis] > 1 else None
+
+    @property
+    def gather_dtype(self) -> str | None:
+        """Dtype to which weights are rounded for all-gathers (`FullyShard`); None does not round."""
+        fsdp = self._find(FullyShard)
+        return None if fsdp is None else fsdp.gather_dtype
 
     @property
     def experts(self) -> ExpertParallel | None:

@@ -47,12 +47,24 @@ class FullyShard(Strategy):
         shard_axis: The mesh axis that splits the batch, and parameters along the width of the residual stream.
         replicate_axis: The mesh axis that splits the batch only.
         by_expert: True splits the matrices of a mixture by expert instead of by width.
+        gather_dtype: "float8_e4m3fn" or "float8_e5m2" rounds the matrices of `nn.Einsum` for the all-gathers, which
+            then move half of the bytes of bfloat16. Devices round what they have, with a float32 scale for each index
+            of the split dimension, and dequantize what they gathered; gradients do not change. Experts, embeddings and
+            heads are gathered in the compute dtype, as everything is with None.
+
+    Raises:
+        ValueError: for another `gather_dtype`.
     """
 
     kind: ClassVar[str] = "fsdp"
     shard_axis: str = "fsdp"
     replicate_axis: str = "data"
     by_expert: bool = False
+    gather_dtype: str | None = None
+
+    def __post_init__(self):
+        if self.gather_dtype not in (None, "float8_e4m3fn", "float8_e5m2"):
+            raise ValueError(f"gather_dtype must be None, 'float8_e4m3fn' or 'float8_e5m2'; got {self.gather_dtype!r}")
 
     def apply(self, rules: AxisRules) -> AxisRules:
         # Nearly every matrix of a layer has one axis "embed", so one rule splits them all. MLA's up-projections have
@@ -66,7 +78,8 @@ class FullyShard(Strategy):
         gradients.
         """
         for weight in step.weights:
-            yield "all-gather", weight.gathered, 2 * weight.size * weight.uses
+            rounds = self.gather_dtype is not None and len(weight.axes) > 1 and not {"expert", "vocab"} & {*weight.axes}
+            yield "all-gather", weight.gathered, 2 * weight.size * weight.uses / (step.width if rounds else 1)
             yield "reduce-scatter", weight.gathered, weight.size * weight.uses * weight.trained
 
 

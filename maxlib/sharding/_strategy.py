@@ -23,6 +23,7 @@ class ShardedWeight:
         size: Bytes in the compute dtype, once gathered.
         uses: Number of gathers in a pass: one for each tick of a pipeline and for each microbatch.
         trained: False if it is frozen and has no gradient.
+        axes: Names of its dimensions, without those of layers.
     """
 
     split: Collection[str]
@@ -30,6 +31,7 @@ class ShardedWeight:
     size: float
     uses: float
     trained: bool = True
+    axes: tuple[str | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

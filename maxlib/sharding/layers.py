@@ -10,6 +10,7 @@ from maxlib.sharding._axes import own_axes as own_axes
 from maxlib.sharding._constrain import axis_of as axis_of
 from maxlib.sharding._constrain import axis_size as axis_size
 from maxlib.sharding._constrain import gather_once as gather_once
+from maxlib.sharding._constrain import gather_rounded as gather_rounded
 from maxlib.sharding._constrain import mesh_axes as mesh_axes
 from maxlib.sharding._rules import drop_uneven as drop_uneven
 from maxlib.sharding._shard_map import AllGatherArg as AllGatherArg

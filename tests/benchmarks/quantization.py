@@ -1,8 +1,10 @@
-"""Trains a small Llama and a small mixture of experts at full precision, int8 and fp8 for equal steps on the same
+"""Trains a small Llama and a small mixture of experts at full precision and in fewer bits for equal steps on the same
 batches of real text.
 
     python -m tests.benchmarks.quantization [--steps 300 --dim 128 --seed 0] [--formats full int8 fp8] [--json out.json]
     python -m tests.benchmarks.quantization --dtype bfloat16 --formats full fp8_block --draw docs/fp8_block.png
+
+`--shake 1` changes all initial values by 1e-4 of each: what two such runs differ by is noise.
 
 Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul
 FLOPs of a training step whose operands are quantized, the time of a step against full precision, and the mean training
@@ -83,8 +85,18 @@ def batches(args):
     return [next(loader) for _ in range(args.steps)], list(judge)
 
 
+def shaken(model, number):
+    """Returns a model whose parameters differ by 1e-4 of each, at random."""
+    trainable, rest = nn.partition(model)
+    keys = jax.random.split(jax.random.key(1000 + number), len(trainable))
+    noise = (jax.random.normal(key, x.shape) for key, x in zip(keys, trainable.values(), strict=True))
+    return nn.combine({path: x * (1 + 1e-4 * y) for (path, x), y in zip(trainable.items(), noise, strict=True)}, rest)
+
+
 def run(build, preset, args, train, held_out):
     start = jax.jit(build)()
+    if args.shake:
+        start = shaken(start, args.shake)
     if preset != "full":
         start = quantization.for_training(start, preset)
     loss, dtype = training.NextToken(), jnp.dtype(args.dtype)
@@ -107,11 +119,12 @@ def run(build, preset, args, train, held_out):
 
 def covered_by(build, preset, step, state, batch):
     """The share of a step's matmul FLOPs whose operands are rounded."""
-    format = quantization.TRAINING.get(preset)
-    if (
-        format is not None and format.block is not None
-    ):  # on a CPU these are multiplied in bfloat16: count without blocks
-        model = jax.eval_shape(lambda: quantization.for_training(build(), dataclasses.replace(format, block=None)))
+    # On a CPU blocks are multiplied in the dtype of the activations: count the same matmuls without blocks.
+    fp8 = quantization.TRAINING["fp8"]
+    last = quantization.Rule(None, layers=quantization.LastLayers(0.15))
+    counted = {"fp8_block": fp8, "nvfp4": [last, quantization.Rule(fp8)]}
+    if preset in counted:
+        model = jax.eval_shape(lambda: quantization.for_training(build(), counted[preset]))
         state = dataclasses.replace(state, rest=nn.partition(model, nn.tree.is_trainable)[1])
     matmuls = observability.flops_by_dtype(step, state, jax.tree.map(jnp.asarray, batch))
     low = sum(flops for name, flops in matmuls.items() if "int8" in name or "float8" in name)
@@ -154,6 +167,7 @@ def draw(results, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 128, "experts": 4, "seed": 0}
+    sizes["shake"] = 0
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)

@@ -194,11 +194,11 @@ def test_scaled_matmuls_of_blackwell_compute_the_same_products(spec, of_x, of_w,
         np.testing.assert_allclose(got, other, rtol=1e-5, atol=1e-6 * np.abs(other).max())
 
 
-def lowered(kind: str) -> str:
+def lowered(kind: str, format: quant.Format = BLOCK) -> str:
     """Lowers a product and its gradients for a GPU that is not there."""
     device = AbstractDevice(kind, None, "gpu")
     mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
-    multiply = functools.partial(Quantized(BLOCK).einsum, "...I,OI->...O")
+    multiply = functools.partial(Quantized(format).einsum, "...I,OI->...O")
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = value_and_gradients.trace(multiply, shape(2, 64, 256), shape(2, 64, 512), shape(256, 512))

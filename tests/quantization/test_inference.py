@@ -1,11 +1,22 @@
+import functools
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from maxlib import inference, nn
+from maxlib import inference, nn, ops
 from maxlib import quantization as quant
+from maxlib.distributed.xla_flags import WITHOUT_TPU
 from maxlib.nn.quantized import pack, unpack
+from maxlib.ops._quantized_einsum import QUANTIZED_EINSUM
+from maxlib.quantization._matmul import Quantized
 from tests.nn.tiny import tokens
 from tests.quantization.tiny import model, stored
 from tests.training.tiny import VOCAB, llama
@@ -95,9 +106,130 @@ def test_generates_with_quantized_weights_and_cache(cache_dtype):
     run = jax.jit(lambda low, ids: low.logits(low(ids, dtype=jnp.float32).hidden))
     full = np.asarray(run(low, jnp.array([prompt])))[0, -1]
     generator = inference.Generator(low, dtype=jnp.float32, cache_dtype=cache_dtype)
-    assert nn.variables(generator.model)["layers.groups.0.0.attn.q.w.values"].get_value().dtype == jnp.int8
+    q = generator.model.layers[0].attn.q  # values are cast once: CPUs multiply 8 bits slowly
+    assert q.w.qtype == "int8" and q.w.values.get_value().dtype == jnp.float32
     text = generator.generate([prompt], max_new_tokens=3)[0]
     assert text[0] == full.argmax()
+
+
+@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
+def test_every_way_to_multiply_by_a_stored_weight(qtype):
+    _, w = values(qtype, None)
+    x, spec = jax.random.normal(jax.random.key(1), (5, 2, 32)), "...D,NHD->...NH"
+    run = functools.partial(ops.quantized_einsum, spec, x)
+    for weight in (w, w.widened(jnp.float32)):
+        np.testing.assert_allclose(
+            run(weight, activations=qtype), run(w, activations=qtype, implementation="narrow"), rtol=1e-5, atol=1e-5
+        )
+    after = QUANTIZED_EINSUM["scaled_after"].run(spec, x, w, None, jnp.einsum)
+    np.testing.assert_allclose(after, run(w), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="narrow was requested, but it needs rounded activations; dequantized can"):
+        run(w, implementation="narrow")
+
+
+def test_experts_multiply_the_same_values_in_a_wider_dtype():
+    w = jax.random.normal(jax.random.key(0), (3, 8, 32))
+    w = nn.quantized.QuantizedWeight(w, qtype="int8", outputs=(0, 1), group=None, axes=("a", "b", "c"))
+    rows, counts = jax.random.normal(jax.random.key(1), (10, 32)), jnp.array([4, 0, 5])
+    grouped = Quantized(quant.INFERENCE["int8_w8a8"]).grouped
+    np.testing.assert_allclose(
+        grouped(rows, w.widened(jnp.float32), counts), grouped(rows, w, counts), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "qtype", "group", "activations", "chosen"),
+    [
+        (("cpu", "cpu"), "int8", None, None, "dequantized"),
+        (("cpu", "cpu"), "int8", None, "int8", "widened"),
+        (("gpu", "H100"), "int8", None, None, "scaled_after"),
+        (("gpu", "H100"), "int4", 16, None, "dequantized"),
+        (("gpu", "H100"), "int8", None, "int8", "narrow"),
+        (("tpu", "v5e"), "float8_e4m3fn", None, "float8_e4m3fn", "widened"),  # no units for FP8
+        (("tpu", "v7x"), "float8_e4m3fn", None, "float8_e4m3fn", "narrow"),
+    ],
+)
+def test_the_choice_is_explained(device, qtype, group, activations, chosen):
+    w = jax.eval_shape(lambda: values(qtype, group)[1])
+    x = jax.ShapeDtypeStruct((5, 2, 32), jnp.bfloat16)
+    text = ops.explain_quantized_einsum("...D,NHD->...NH", x, w, activations=activations, device=device)
+    assert text.chosen == chosen and text.reason in str(text) and qtype in str(text)
+
+
+@pytest.mark.parametrize(("qtype", "dtype"), [("int4", jnp.int4), ("nf4", jnp.uint4)])
+def test_values_of_four_bits_unpacked(qtype, dtype):
+    """As TPUs have them; both give the matrix that qwix does, also in bfloat16."""
+    _, packed = values(qtype, 16)
+    unpacked = packed.widened(dtype)
+    assert unpacked.values.get_value().dtype == dtype and unpacked.shape == packed.shape and not unpacked.is_packed
+    exact = qwix.dequantize(packed.quantized())
+    for weight in (packed, unpacked):
+        np.testing.assert_array_equal(weight[...], exact)
+        np.testing.assert_array_equal(weight.matrix(jnp.bfloat16), exact.astype(jnp.bfloat16))
+
+
+def test_scales_that_are_summed_over_do_not_multiply_the_result():
+    """As where a projection of latent attention is absorbed: its outputs are summed over."""
+    w = jax.eval_shape(lambda: values("int8", None)[1])
+    x = jax.ShapeDtypeStruct((5, 4, 3), jnp.bfloat16)
+    assert ops.explain_quantized_einsum("...NH,NHD->...D", x, w, device=("gpu", "H100")).chosen == "dequantized"
+
+
+def test_accelerators_read_few_bits_and_scale_the_result():
+    w = jax.eval_shape(lambda: values("int8", None)[1])
+    mesh = AbstractMesh(
+        (1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("TPU v6e", None, "tpu")
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        run = jax.jit(functools.partial(ops.quantized_einsum, "...D,NHD->...NH"))
+        text = run.trace(jax.ShapeDtypeStruct((5, 32), jnp.bfloat16), w).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.index("dot_general") < text.index("stablehlo.multiply") and text.count("dot_general") == 1
+
+
+TPU_PROGRAM = """
+import functools, json
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from maxlib import nn, ops
+from maxlib.ops._quantized_einsum import QUANTIZED_EINSUM
+
+device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
+place = jax.sharding.SingleDeviceSharding(device)
+
+def array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+def weight(qtype, group, dtype):
+    w = lambda: nn.quantized.QuantizedWeight(
+        jnp.zeros((2048, 4096)), qtype=qtype, outputs=(0,), group=group, axes=("mlp", "embed")
+    ).widened(dtype)
+    return jax.tree.map(lambda a: array(a.shape, a.dtype), jax.eval_shape(w))
+
+def cost(f, w):
+    program = jax.jit(f).lower(array((8, 4096), jnp.bfloat16), w).compile()
+    return program.cost_analysis()["bytes accessed"], program.memory_analysis().temp_size_in_bytes
+
+found = {"bfloat16": cost(functools.partial(jnp.einsum, "...D,FD->...F"), array((2048, 4096), jnp.bfloat16))}
+for qtype, group, dtype in (("int8", None, "int8"), ("int4", 32, "int4"), ("nf4", 64, "uint4")):
+    w, x = weight(qtype, group, dtype), array((8, 4096), jnp.bfloat16)
+    chosen = ops.explain_quantized_einsum("...D,FD->...F", x, w, device=("tpu", "v5e")).chosen
+    run = QUANTIZED_EINSUM[chosen].run
+    found[qtype] = cost(lambda x, w: run("...D,FD->...F", x, w, None, jnp.einsum), w)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.full
+def test_tpus_read_few_bits_and_write_no_matrix():
+    pytest.importorskip("libtpu")
+    env = os.environ | WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", TPU_PROGRAM], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    costs = json.loads(done.stdout.splitlines()[-1])
+    wide, _ = costs.pop("bfloat16")
+    bounds = {"int8": 0.6, "int4": 0.75, "nf4": 1.0}  # of bfloat16; a lookup in nf4's table takes 190 times as many
+    for name, (bytes_accessed, temporary) in costs.items():
+        assert bytes_accessed < bounds[name] * wide and temporary < 2048 * 4096 * 2, name
 
 
 @pytest.mark.parametrize(("dtype", "ring"), [(jnp.int8, 6), (jnp.float8_e4m3fn, None)], ids=["int8", "fp8"])
