@@ -72,17 +72,18 @@ class AudioProcessor:
         """Reads the audio processor of a Hugging Face directory from its processor files and `config.json`.
 
         Returns:
-            The model's audio processor: an `AudioProcessor`, or a `WaveformProcessor` for Gemma 4 12B.
+            The model's audio processor: an `AudioProcessor`; a `WaveformProcessor` for Gemma 4 12B, a `LogMelProcessor`
+            for Qwen3-Omni.
 
         Raises:
             FileNotFoundError: when it has no such file.
             ValueError: when its model does not hear, or its sound is prepared in an unsupported way.
         """
         path, fields = read_processor(Path(directory), "feature_extractor", "sound")
-        kind, known = fields.get("feature_extractor_type"), (AudioProcessor, WaveformProcessor)
+        kind, known = fields.get("feature_extractor_type"), (AudioProcessor, WaveformProcessor, LogMelProcessor)
         processor = next((cls for cls in known if cls.prepares == kind), None)
         if processor is None:
-            names = " and ".join(cls.prepares for cls in known)
+            names = ", ".join(cls.prepares for cls in known)
             raise ValueError(f"{path}: feature_extractor_type must be one of {names}, got {kind!r}")
         for name, value in processor.fixed.items():
             if name in fields and fields[name] != value:
@@ -216,6 +217,62 @@ class WaveformProcessor(AudioProcessor):
         return length
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogMelProcessor(AudioProcessor):
+    """Makes log-mel frames of waveforms, as Hugging Face's feature extractor of Whisper and Qwen3-Omni does.
+
+    A frame is 25 ms under a Hann window, every 10 ms and centered on its sample; the sound is mirrored at both ends.
+    The power of each band is at least 1e-8 of the loudest one, and its logarithm is shifted and scaled. A hundred
+    frames become 13 vectors of Qwen3-Omni, whose template has the tokens around a clip. For Whisper, fill clips with
+    zeros up to 30 seconds first.
+    """
+
+    max_samples: int = 4_800_000
+
+    prepares: ClassVar[str] = "WhisperFeatureExtractor"
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "dither": 0.0,
+        "hop_length": _HOP,
+        "n_fft": 400,
+        "padding_value": 0.0,
+        "sampling_rate": 16_000,
+    }
+
+    @classmethod
+    def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "LogMelProcessor":
+        ids = config.get("thinker_config", config)
+        return cls(
+            audio_token=ids["audio_token_id"],
+            begin_token=ids["audio_start_token_id"],
+            end_token=ids.get("audio_end_token_id", 151_670),
+            num_bands=fields.get("feature_size", 80),
+            max_samples=fields.get("n_samples", 4_800_000),
+        )
+
+    @property
+    def min_samples(self) -> int:
+        """Samples of the shortest clip, which is mirrored within itself."""
+        return 201
+
+    def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
+        """Returns the frames of a clip, of float32 samples."""
+        padded = np.pad(samples.astype(np.float64), 200, mode="reflect")
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 400)[::_HOP][: len(samples) // _HOP]
+        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
+        # [F, window] -> [F, frequencies] -> [F, M]
+        power = np.abs(np.fft.rfft(windows * hann, axis=-1)) ** 2
+        log = np.log10(np.maximum(power @ _slaney_bands(self.num_bands, self.rate), 1e-10))
+        return ((np.maximum(log, log.max() - 8) + 4) / 4).astype(np.float32)
+
+    def num_tokens(self, length: int) -> int:
+        """Returns the number of vectors of a clip with so many frames."""
+        return length // 100 * 13 + (length % 100 + 7) // 8
+
+    def placeholders(self, length: int | np.integer) -> list[int]:
+        """Returns the ids that stand for a clip with so many frames, between those of the template."""
+        return [self.audio_token] * self.num_tokens(int(length))
+
+
 def _tokens(config: Mapping[str, Any]) -> dict[str, int]:
     """Reads the ids of a clip from config.json; raises ValueError for a model that does not hear."""
     if config.get("audio_config") is None:
@@ -230,8 +287,23 @@ def _mel_bands(count: int, rate: int) -> Float[np.ndarray, "frequencies M"]:
     """Returns the weights of frequencies in each band: triangles between every third of equally spaced mels."""
     top = 2595 * np.log10(1 + rate / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, count + 2) / 2595) - 1)  # in hertz
-    steps = np.linspace(0, rate // 2, _FFT // 2 + 1)[:, None] - edges[None]  # [frequencies, count + 2]
-    widths = np.diff(edges)[None]
+    return _triangles(edges, np.linspace(0, rate // 2, _FFT // 2 + 1))
+
+
+@functools.cache
+def _slaney_bands(count: int, rate: int) -> Float[np.ndarray, "frequencies M"]:
+    """Returns the weights of 201 frequencies in each band: triangles of equal area, whose distance is constant below
+    1000 Hz and grows by a constant factor above.
+    """
+    factor = np.log(6.4) / 27  # of frequencies, in a mel above 15
+    mels = np.linspace(0, 15 + np.log(rate / 2 / 1000) / factor, count + 2)
+    edges = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp(factor * (mels - 15)))  # in hertz
+    return _triangles(edges, np.linspace(0, rate // 2, 201)) * 2 / (edges[2:] - edges[:-2])[None]
+
+
+def _triangles(edges: Float[np.ndarray, " M2"], hertz: Float[np.ndarray, " n"]) -> Float[np.ndarray, "n M"]:
+    """Returns the weight of each frequency in triangles that reach from an edge to the next but one."""
+    steps, widths = hertz[:, None] - edges[None], np.diff(edges)[None]  # [n, M + 2], [1, M + 1]
     rising, falling = steps[:, :-2] / widths[:, :-1], -steps[:, 2:] / widths[:, 1:]
     return np.maximum(0, np.minimum(rising, falling))
 
