@@ -89,7 +89,8 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
         return None
     vision = multimodal(case)["vision_config"]
     joined = vision["pooling_kernel_size"] if "mm_embed_dim" in vision else 1  # patches that a processor joins
-    size = 3 * vision.get("temporal_patch_size", 1) * (joined * vision["patch_size"]) ** 2
+    frames = vision.get("temporal_patch_size", vision.get("patch_temporal", 1))
+    size = 3 * frames * (joined * vision["patch_size"]) ** 2
     grids = np.array(grids, np.int32)
     pixels = np.random.RandomState(2).standard_normal((grids.prod(axis=1).sum(), size)).astype(np.float32)
     if case["config"]["model_type"] == "qwen3_omni_moe":  # with videos, whose frames have times
@@ -252,6 +253,12 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
         size = case["config"]["vision_config"]["patch_size"]
         pixels = torch.from_numpy(np.concatenate(patches).reshape(-1, 3, size, size)).to(dtype)
         return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(found.grids).long()}
+    if case["config"]["model_type"] == "muse_glimmer":  # likewise
+        patches = np.concatenate([pixels.reshape(-1, pixels.shape[2]) for pixels in row_by_row(found, 2)])
+        return {
+            "pixel_values": torch.from_numpy(patches).to(dtype),
+            "image_grid_thw": torch.from_numpy(found.grids).long(),
+        }
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
