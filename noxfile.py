@@ -86,6 +86,10 @@ def tests_full(session: nox.Session) -> None:
     """Run every test, including all combinations of features, slow tests, and checkpoints in emulated buckets."""
     install_for_tests(session)
     session.install("gcsfs", "gcp-storage-emulator", "s3fs", "moto[server]", "cryptography")
+    session.install(
+        "webdataset>=1.0"
+    )  # `data.WebDataset` is compared with it, and `data.megatron_samples` with Megatron
+    session.install("--no-deps", "megatron-core>=0.16")
     session.install("lm-eval>=0.4.13", "accelerate")  # `inference.Harness`, and the backend it is compared with
     session.run("pytest", "-m", "", *PARALLEL, *session.posargs)
 

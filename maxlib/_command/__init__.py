@@ -11,7 +11,7 @@ COMMANDS = {
     "generate": "generate text with a model, streaming it",
     "chat": "talk with a model",
     "serve": "serve a model with OpenAI's API",
-    "convert": "write a model in another dtype, shard size or number of bits",
+    "convert": "write a model in another dtype, shard size or number of bits, or as GGUF",
     "inspect": "list the arrays of a directory or checkpoint, or what differs between two",
     "models": "list model families and presets",
     "report": "make an HTML page about one or more runs",

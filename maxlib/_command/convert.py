@@ -1,4 +1,4 @@
-"""`maxlib convert MODEL DIRECTORY`."""
+"""`maxlib convert MODEL DIRECTORY`, or a .gguf file."""
 
 import argparse
 import json
@@ -9,13 +9,20 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory, or a name on the hub")
-    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new directory")
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new directory, or a .gguf file")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of the weights (default: unchanged)"
     )
     parser.add_argument("--shard", metavar="SIZE", default="5GB", help="maximum file size, such as 500MB (%(default)s)")
     parser.add_argument(
-        "--quantize", metavar="FORMAT", help="int8, nf4, ...: a directory that maxlib.quantization loads"
+        "--quantize",
+        metavar="FORMAT",
+        help="int8, nf4, ...: a directory that maxlib.quantization loads; q8_0, q4_0, ... for a .gguf file",
+    )
+    parser.add_argument(
+        "--compressed-tensors",
+        action="store_true",
+        help="write quantized weights as transformers, vLLM and SGLang read them",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a directory that exists")
 
@@ -27,8 +34,23 @@ def run(args: argparse.Namespace) -> int:
 
     shard = size(args.shard)
     source = weights.model_directory(args.model)
+    if args.directory.suffix == ".gguf":
+        kind = args.quantize or args.dtype or "float16"
+        weights.save_gguf(source, args.directory, dtype=kind, overwrite=args.overwrite)
+        print(f"{args.directory}: {args.directory.stat().st_size / 1e9:.3f} GB")
+        return 0
     model = maxlib.from_pretrained(source, dtype=args.dtype)
-    if args.quantize:
+    if args.compressed_tensors:
+        model = quantization.for_inference(model, args.quantize) if args.quantize else model
+        maxlib.save_pretrained(
+            model,
+            args.directory,
+            max_shard_bytes=shard,
+            like=source,
+            overwrite=args.overwrite,
+            quantized="compressed-tensors",
+        )
+    elif args.quantize:
         low = quantization.for_inference(model, args.quantize)
         quantization.save(low, args.directory, like=source, overwrite=args.overwrite)
     else:

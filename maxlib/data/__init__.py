@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from maxlib.data._audio import WaveformProcessor as WaveformProcessor
     from maxlib.data._bad_records import SkipBadRecords as SkipBadRecords
     from maxlib.data._documents import token_ids as token_ids
+    from maxlib.data._fill_in_the_middle import fill_in_the_middle as fill_in_the_middle
     from maxlib.data._formats import HFStream as HFStream
     from maxlib.data._formats import files as files
     from maxlib.data._formats import parquet as parquet
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from maxlib.data._images import PixtralImageProcessor as PixtralImageProcessor
     from maxlib.data._loader import Loader as Loader
     from maxlib.data._loader import host_shards as host_shards
+    from maxlib.data._megatron import megatron_documents as megatron_documents
+    from maxlib.data._megatron import megatron_samples as megatron_samples
     from maxlib.data._mixture import Mixture as Mixture
     from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
@@ -40,7 +43,10 @@ if TYPE_CHECKING:
     from maxlib.data._sources import python_docs as python_docs
     from maxlib.data._sources import split as split
     from maxlib.data._sources import text_files as text_files
+    from maxlib.data._streams import WebDataset as WebDataset
+    from maxlib.data._token_files import numpy_tokens as numpy_tokens
     from maxlib.data._tokenize import tokenize as tokenize
     from maxlib.data._tokenize import tokenize_chats as tokenize_chats
+    from maxlib.data._workers import in_workers as in_workers
 
 __getattr__, __dir__ = lazy(__name__, __file__)

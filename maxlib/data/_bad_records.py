@@ -88,6 +88,11 @@ def _entry(line: bytes, path: Path, number: int) -> tuple[str, int]:
     return source, record
 
 
+def is_guarded(documents: Any) -> bool:
+    """Returns True for documents that pass through a `SkipBadRecords`."""
+    return isinstance(documents, _Guarded) or any(map(is_guarded, documents.parents))
+
+
 class _Guarded(grain.MapDataset):
     def __init__(self, parent: grain.MapDataset, bad_records: SkipBadRecords, name: str):
         super().__init__(parent)

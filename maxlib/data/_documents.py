@@ -1,12 +1,14 @@
 """Documents, and the checks of what enters them: token ids and messages."""
 
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 Document = dict[str, Any]
 Row = dict[str, Any]
@@ -42,15 +44,39 @@ def token_ids(ids: Any, what: str, *, targets: bool = False) -> Int32[np.ndarray
     return array.astype(np.int32)
 
 
-def tokens_and_targets(document: Document) -> Row:
+def tokens_and_targets(document: Document, *, weighted: bool = False) -> Row:
     """Returns the checked tokens and targets of a document; by default each token's target is the next one, and the
     last has none.
+
+    Args:
+        document: The document.
+        weighted: True returns `loss_weights` too, 1 by default.
     """
     tokens = token_ids(document["tokens"], "A document's 'tokens'")
     targets = token_ids(document.get("targets", np.append(tokens[1:], -1)), "A document's 'targets'", targets=True)
     if len(targets) != len(tokens):
         raise ValueError(f"A document's 'targets' must be as long as 'tokens', got {len(targets)} and {len(tokens)}.")
-    return {"tokens": tokens, "targets": targets}
+    row = {"tokens": tokens, "targets": targets}
+    return row | {"loss_weights": _loss_weights(document, len(tokens))} if weighted else row
+
+
+def _loss_weights(document: Document, size: int) -> Float32[np.ndarray, " n"]:
+    """Returns the weight of each target of a document."""
+    weights = np.asarray(document.get("loss_weights", np.ones(size)))
+    if (
+        weights.shape != (size,)
+        or weights.dtype.kind not in "iufb"
+        or not (np.isfinite(weights) & (weights >= 0)).all()
+    ):
+        raise ValueError(
+            f"A document's 'loss_weights' must be {size} finite numbers of at least 0, one per target, got {weights}."
+        )
+    return weights.astype(np.float32)
+
+
+def is_weight(weight: Any) -> bool:
+    """Returns True for a number that is finite and not negative."""
+    return isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0
 
 
 def is_messages(value: Any) -> bool:

@@ -6,14 +6,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import grain
 
 from maxlib.data._documents import Document, token_ids, with_content
-from maxlib.data._sources import Paths, Piece, array_record, find_files, jsonl, text_files
+from maxlib.data._reader import FromIterators
+from maxlib.data._sources import Piece, array_record, jsonl, text_files
+from maxlib.data._storage import File, Paths, RemoteFile, find_files
+from maxlib.data._streams import Stream
 
 
 @runtime_checkable
@@ -59,7 +62,7 @@ def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> gra
     `.jsonl`, `.parquet` and `.array_record` (records of JSON) have the documents in `field`; other files are text, and
     a document is a "file", a "line" or a "paragraph" (see `text_files`).
     """
-    by_ending: dict[str, list[Path]] = {}
+    by_ending: dict[str, list[File]] = {}
     for path in find_files(paths):
         ending = path.suffix if path.suffix in _FORMATS else ""
         by_ending.setdefault(ending, []).append(path)
@@ -70,11 +73,12 @@ def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> gra
     return sources[0] if len(sources) == 1 else grain.MapDataset.concatenate(sources)
 
 
-class HFStream:
+class HFStream(Stream):
     """Documents from a Hugging Face `IterableDataset`, read as a stream. Needs the extra `hf`.
 
         source = HFStream(datasets.load_dataset("name", split="train", streaming=True), field="text")
-        Loader(lambda part: pack(source.map(tokenize_one)[part], length=512), batch_size=8)
+        tokens = tokenize(source, tokenizer)
+        Loader(lambda part: pack(tokens[part], length=512), batch_size=8)
 
     A loader's shards divide the stream's files if their number allows it; otherwise each shard reads the whole stream
     and keeps every n-th record. `epochs=None` repeats forever. Resuming is exact, unless the stream has a shuffle
@@ -83,29 +87,9 @@ class HFStream:
 
     def __init__(self, dataset: Any, *, field: str = "text", epochs: int | None = 1):
         self._dataset, self._field, self._epochs = dataset, field, epochs
-        self._transforms: tuple[Callable[[Document], Document], ...] = ()
 
-    def map(self, transform: Callable[[Document], Document]) -> "HFStream":
-        """Transforms each document of the stream."""
-        new = copy.copy(self)
-        new._transforms = (*self._transforms, transform)
-        return new
-
-    def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
-        """Reads the documents of one of the loader's shards."""
-        dataset: grain.IterDataset = _Stream(self._dataset, self._field, self._epochs, part)
-        for transform in self._transforms:
-            dataset = dataset.map(transform)
-        return dataset
-
-
-class _Stream(grain.IterDataset):
-    def __init__(self, dataset: Any, field: str, epochs: int | None, part: slice):
-        super().__init__()
-        self._of = (dataset, field, epochs, part)
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _StreamIterator(*self._of)
+    def open(self, part: slice) -> grain.IterDataset[Document]:
+        return FromIterators(partial(_StreamIterator, self._dataset, self._field, self._epochs, part))
 
 
 class _StreamIterator(grain.DatasetIterator):
@@ -161,7 +145,7 @@ class _Records:
 class _Parquet:
     """Rows by index; caches the last row groups."""
 
-    def __init__(self, paths: list[Path], field: str, keep: int = 8):
+    def __init__(self, paths: list[File], field: str, keep: int = 8):
         self._paths, self._field, self._keep = paths, field, keep
         self._files = [_parquet_file(path) for path in paths]
         for path, file in zip(paths, self._files, strict=True):
@@ -203,13 +187,15 @@ class _Parquet:
             return self._cache[group]
 
 
-def _parquet_file(path: Path) -> Any:
+def _parquet_file(path: File) -> Any:
     try:
         from pyarrow import parquet as pq
     except ImportError as error:
         raise ImportError('Parquet files need pyarrow: pip install "maxlib[parquet]"') from error
     with _naming(path):
-        file = pq.ParquetFile(path, page_checksum_verification=True)  # few writers write checksums
+        file = pq.ParquetFile(
+            path.open() if isinstance(path, RemoteFile) else path, page_checksum_verification=True
+        )  # few writers write checksums
         _ = file.schema_arrow, file.metadata.num_row_groups  # both are read lazily
         return file
 

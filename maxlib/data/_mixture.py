@@ -1,17 +1,18 @@
 """Mixes several sources into one stream of documents with given weights."""
 
 import math
-import numbers
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import grain
 
 from maxlib._utils.arguments import check_choice
-from maxlib.data._documents import Document
-from maxlib.data._reader import CountingIterator
+from maxlib.data._documents import Document, is_weight
+from maxlib.data._reader import CountingIterator, FromIterators
 
 Weights = Mapping[str, float]
 
@@ -33,6 +34,10 @@ class Mixture:
     within one document at every moment, in each of the loader's shards. Each document has its source's name under
     `"source"`.
 
+    A run may be resumed with other sources and other weights. A source that stays continues where it was, in the order
+    that it had; a new one begins at its start, and one that returns continues where it was when it left. The shares
+    hold from then on.
+
     Args:
         sources: Documents by name.
         weights: Relative shares by name; default: by size. For a curriculum, a function from the step to shares, which
@@ -42,8 +47,8 @@ class Mixture:
         epochs: Number of times that a source is read, one number or by name; None (the default) repeats forever, unless
             the source itself ends. The share of an exhausted source goes to the others; the mixture ends with the last
             one.
-        seed: Shuffles each source differently in every epoch. None reads sources in order, and warns about those that
-            repeat in the same order.
+        seed: Shuffles each source differently in every epoch, by its name. None reads sources in order, and warns about
+            those that repeat in the same order.
         tokens_per_step: Tokens of one step over all shards, for a curriculum.
 
     Raises:
@@ -76,8 +81,8 @@ class Mixture:
         epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
         _check_names("epochs", epochs, self.names)
         self._sources = {
-            name: _epochs(name, source, epochs.get(name), None if seed is None else seed + i)
-            for i, (name, source) in enumerate(sources.items())
+            name: _epochs(name, source, epochs.get(name), None if seed is None else _seed_of(name, seed))
+            for name, source in sources.items()
         }
         same = [name for name, source in sources.items() if _repeats_in_order(source, epochs.get(name), seed)]
         if same:
@@ -90,7 +95,7 @@ class Mixture:
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
         """Reads the documents of one of the loader's shards."""
-        return _MixedDataset(self, part)
+        return FromIterators(partial(_MixedIterator, self, part))
 
     def __repr__(self) -> str:
         return f"Mixture of {', '.join(self.names)}"
@@ -116,15 +121,6 @@ class Mixture:
         return len(document["tokens"]) if self._by == "tokens" else 1
 
 
-class _MixedDataset(grain.IterDataset):
-    def __init__(self, mixture: Mixture, part: slice):
-        super().__init__()
-        self._mixture, self._part_of = mixture, part
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _MixedIterator(self._mixture, self._part_of)
-
-
 class _MixedIterator(CountingIterator):
     """Iterator that adds each source's share to its credit for every document, subtracts the document's size from its
     own source, and reads the source with the most credit next.
@@ -135,6 +131,8 @@ class _MixedIterator(CountingIterator):
         super().__init__(readers)
         self._mixture, self._readers, self._shards = mixture, readers, part.step or 1
         self._credit, self._ended, self._tokens = [0.0] * len(readers), [False] * len(readers), 0
+        self._beginnings = [reader.get_state() for reader in readers]
+        self._absent: dict[str, Any] = {}  # positions of sources that the mixture had before a resume
 
     def __next__(self) -> Document:
         while not all(self._ended):
@@ -155,20 +153,36 @@ class _MixedIterator(CountingIterator):
             "ended": list(self._ended),
             "tokens": self._tokens,
             "counts": [[name, count] for name, count in self.counts.items()],
+            "absent": dict(self._absent),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if state["names"] != list(self._mixture.names):
-            raise ValueError(
-                f"The data state belongs to a mixture of {state['names']}, this one has {list(self._mixture.names)}: "
-                "resume with the same sources in the same order. To stop using a source, give it weight 0 at later "
-                "steps."
-            )
-        for reader, position in zip(self._readers, state["readers"], strict=True):
-            reader.set_state(position)
-        self._credit, self._ended, self._tokens = list(state["credit"]), list(state["ended"]), state["tokens"]
+        names = self._mixture.names
+        credit = dict(zip(state["names"], state["credit"], strict=True))
+        positions = state["absent"] | dict(
+            zip(state["names"], zip(state["readers"], state["ended"], strict=True), strict=True)
+        )
+        self._absent = {name: list(positions[name]) for name in positions if name not in names}
+        for i, name in enumerate(names):
+            position, self._ended[i] = positions.get(name, (self._beginnings[i], False))
+            self._readers[i].set_state(position)
+            self._credit[i] = credit.get(name, 0.0)
+        self._tokens = state["tokens"]
         self.counts.clear()
         self.counts.update(dict(state["counts"]))
+        if set(names) != set(state["names"]):
+            self._balance(state["names"])
+
+    def _balance(self, before: list[str]) -> None:
+        """Spreads what sources that have left were behind, so that the credits add up to zero again."""
+        names = self._mixture.names
+        new = [name for name in names if name not in before]
+        left = [name for name in before if name not in names]
+        warnings.warn(
+            f"the data state is of a mixture of {before}: {new} are new, and {left} are no longer read", stacklevel=2
+        )
+        rest = sum(self._credit)
+        self._credit = [c - share * rest for c, share in zip(self._credit, self._shares(), strict=True)]
 
     def _shares(self) -> list[float]:
         """Computes each source's share of the next document; zero for an exhausted source."""
@@ -230,6 +244,11 @@ class _Reading(grain.DatasetIterator):
         self._next = state["next"]
 
 
+def _seed_of(name: str, seed: int) -> int:
+    """Returns a source's seed, which other sources do not change."""
+    return (seed + zlib.crc32(name.encode())) % (1 << 32)
+
+
 def _epochs(name: str, source: Sliceable, epochs: int | None, seed: int | None) -> Sliceable:
     """Repeats the source for its number of epochs, reshuffled each time."""
     if not isinstance(source, grain.MapDataset):
@@ -279,18 +298,13 @@ def _checked(weights: Weights, names: tuple[str, ...], *, positive: bool, at: st
     """Returns the weights in the order of the sources."""
     _check_names(f"weights{at}", weights, names)
     missing = [name for name in names if name not in weights]
-    bad = [name for name, weight in weights.items() if not _is_weight(weight) or (positive and weight == 0)]
+    bad = [name for name, weight in weights.items() if not is_weight(weight) or (positive and weight == 0)]
     if missing or bad or not 0 < sum(weights.values()) < math.inf:
         raise ValueError(
             f"weights{at} must name a {'positive' if positive else 'non-negative'} number for every source of {names}, "
             f"not all zero, got {dict(weights)}."
         )
     return {name: float(weights[name]) for name in names}
-
-
-def _is_weight(weight: Any) -> bool:
-    """Returns True for a number that is finite and not negative."""
-    return isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0
 
 
 def _check_names(what: str, values: Mapping[str, Any], names: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import grain
 import numpy as np
 from grain.experimental import (
+    BestFitPackIterDataset,
     ConcatThenSplitIterDataset,
     DatasetOptions,
     FirstFitPackIterDataset,
@@ -19,7 +20,7 @@ from jaxtyping import Int32
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 from maxlib.data._padding import Room, fits, has_media, misfit
-from maxlib.data._reader import CountingIterator
+from maxlib.data._reader import CountingIterator, FromIterators
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -28,18 +29,20 @@ if TYPE_CHECKING:
 Overlong = Literal["split", "truncate", "drop", "error"]
 SOURCE_NUMBER = "source_number"
 Policies = Overlong | Mapping[str, Overlong]
+_BINS = {"first_fit": FirstFitPackIterDataset, "best_fit": BestFitPackIterDataset}
 
 
 def pack(
     documents: grain.MapDataset[Document] | grain.IterDataset[Document],
     *,
     length: int,
-    strategy: Literal["first_fit", "concat_then_split"] = "first_fit",
+    strategy: Literal["first_fit", "best_fit", "concat_then_split"] = "first_fit",
     bins: int = 64,
     overlong: Policies = "split",
     images: "Patches | None" = None,
     audio: "Clips | None" = None,
     sources: Sequence[str] | None = None,
+    loss_weights: bool = False,
 ) -> grain.IterDataset[Row]:
     """Packs documents with `"tokens"` into rows of int32 arrays `tokens targets segment_ids positions`.
 
@@ -60,9 +63,10 @@ def pack(
     Args:
         documents: Documents with `"tokens"`.
         length: Tokens per row.
-        strategy: "first_fit" only splits documents longer than a row. "concat_then_split" only pads the last row, and
-            splits a document at the end of every row.
-        bins: Number of rows that `first_fit` fills at a time; more bins give less padding but a slower restore.
+        strategy: "first_fit" only splits documents longer than a row, and puts each into the first row with room for
+            it. "best_fit" puts it into the row with the least room that it fits (arXiv:2404.10830), which pads less.
+            "concat_then_split" only pads the last row, and splits a document at the end of every row.
+        bins: Number of rows that are filled at a time; more bins give less padding but a slower restore.
         overlong: Policy for documents longer than a row, or one by source of a `Mixture`: "split" continues in another
             row, "truncate" keeps the first row, "drop" skips the document, "error" raises an error. For chats use
             "truncate" or "drop": in a second row an answer would be learned without its question. Such documents, and
@@ -72,10 +76,12 @@ def pack(
         audio: The same for clips (`AudioProcessor.blank`).
         sources: Names of sources. Rows then have `"sources"`, the number of each token's source in this list, which
             `training.BySource` reads; 0 on padding. Documents need a `"source"`, as those of a `Mixture` have.
+        loss_weights: True keeps the `"loss_weights"` of documents, the weight of each of their targets in the mean of
+            `training.NextToken`; those of a document without them are 1, and of padding 0.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, one token and its target, got {length}.")
-    check_choice("strategy", strategy, ("first_fit", "concat_then_split"))
+    check_choice("strategy", strategy, (*_BINS, "concat_then_split"))
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}.")
     for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
@@ -84,16 +90,24 @@ def pack(
     if sources is not None:
         documents = documents.map(functools.partial(_numbered, names=tuple(sources)))
         lengths["sources"] = length
-    cut = strategy == "first_fit"
+    if loss_weights:
+        lengths["loss_weights"] = length
+    cut = strategy != "concat_then_split"
     if room.sizes and not cut:
         raise ValueError(
-            f"documents with images or audio cannot be split: pack them with strategy='first_fit', not {strategy!r}."
+            "documents with images or audio cannot be split: pack them with strategy='first_fit' or 'best_fit', not "
+            f"{strategy!r}."
         )
-    pieces = _Pieces(_in_order(documents), length, overlong, room, cut=cut)
+    ordered = _in_order(documents)
+
+    def open_pieces() -> grain.DatasetIterator:
+        return _PiecesIterator(iter(ordered), length, overlong, room, cut=cut, weighted=loss_weights)
+
+    pieces = FromIterators(open_pieces)
     if not cut:
         return ConcatThenSplitIterDataset(pieces, length_struct=lengths).map(_as_row)
     # The bins count the patches and clips of a row; they are concatenated when it is full.
-    packed = FirstFitPackIterDataset(
+    packed = _BINS[strategy](
         pieces, length_struct=lengths | room.sizes, num_packing_bins=bins, meta_features=room.uncounted
     )
     return packed.map(lambda columns: room.fill(_as_row(columns), columns))
@@ -139,37 +153,31 @@ def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
     )
 
 
-class _Pieces(grain.IterDataset):
-    """Documents with targets, split into pieces as the policy and the packing require."""
-
-    def __init__(self, parent: grain.IterDataset, length: int, overlong: Policies, room: Room, *, cut: bool):
-        super().__init__(parent)
-        self._length, self._room, self._cut = length, room, cut
-        self._overlong: Policies = overlong
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _PiecesIterator(iter(self._parent), self._length, self._overlong, self._room, cut=self._cut)
-
-
 class _PiecesIterator(CountingIterator):
-    """Iterator whose state is the one before the current document, and the number of its pieces already returned."""
+    """Iterator over documents with targets, split into pieces as the policy and the packing require.
 
-    def __init__(self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool):
+    Its state is the one before the current document, and the number of its pieces already returned; after
+    the last of them it is the one after the document, so that another document may follow a resume.
+    """
+
+    def __init__(
+        self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool, weighted: bool
+    ):
         super().__init__(parent)
-        self._length, self._room, self._cut = length, room, cut
+        self._length, self._room, self._cut, self._weighted = length, room, cut, weighted
         self._overlong: Policies = overlong
         self._pieces: list[Row] = []
         self._returned, self._before = 0, (parent.get_state(), Counter(self.counts))
 
     def __next__(self) -> Row:
         while self._returned >= len(self._pieces):
-            self._before = (self._parent.get_state(), Counter(self.counts))
+            self._before = self._position()
             self._pieces, self._returned = self._of(next(self._parent)), 0
         self._returned += 1
         return self._pieces[self._returned - 1]
 
     def get_state(self) -> dict[str, Any]:
-        parent, counts = self._before
+        parent, counts = self._before = self._position()
         return {"parent": parent, "counts": [[name, n] for name, n in counts.items()], "given": self._returned}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -180,6 +188,13 @@ class _PiecesIterator(CountingIterator):
         self._returned = state["given"]
         self._pieces = self._of(next(self._parent)) if self._returned else []
 
+    def _position(self) -> tuple[Any, Counter[str]]:
+        """Returns the parent's state, and the counts, from which the pieces that are left are made."""
+        if self._returned < len(self._pieces):
+            return self._before
+        self._pieces, self._returned = [], 0
+        return self._parent.get_state(), Counter(self.counts)
+
     def _of(self, document: Document) -> list[Row]:
         """Returns the pieces of a document; one with images or clips stays in one piece."""
         self._room.check_expected(document, "pack")
@@ -187,7 +202,9 @@ class _PiecesIterator(CountingIterator):
             raise ValueError(
                 f"To be packed, documents need 'tokens', got {sorted(document)}: use tokenize() or in_memory()."
             )
-        row, source = tokens_and_targets(document), document.get("source")
+        if "loss_weights" in document and not self._weighted:
+            raise ValueError("A document has 'loss_weights': pack it with loss_weights=True, or remove them.")
+        row, source = tokens_and_targets(document, weighted=self._weighted), document.get("source")
         if SOURCE_NUMBER in document:
             row["sources"] = np.full(len(row["tokens"]), document[SOURCE_NUMBER], np.int32)
         if not has_media(document):
@@ -257,8 +274,8 @@ def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterData
 
 def _as_row(packed: Row) -> Row:
     segment_ids = packed["tokens_segment_ids"]
-    sources = {"sources": packed["sources"]} if "sources" in packed else {}
-    return sources | {
+    optional = {name: packed[name] for name in ("sources", "loss_weights") if name in packed}
+    return optional | {
         "tokens": packed["tokens"],
         "targets": np.where(segment_ids == 0, np.int32(-1), packed["targets"]),
         "segment_ids": segment_ids,

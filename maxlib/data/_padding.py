@@ -30,8 +30,8 @@ def pad(
     length.
 
     With `images` rows also have `"images"`, the `nn.vision.Patches` of their document, with `audio` its
-    `nn.audio.Clips`. Other numpy arrays and numbers are kept, such as `desirable` of `kto_examples`; other values, such
-    as messages, are dropped.
+    `nn.audio.Clips`. `loss_weights` of a document are padded with 0. Other numpy arrays and numbers are kept, such as
+    `desirable` of `kto_examples`; other values, such as messages, are dropped.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
@@ -83,8 +83,11 @@ def _padded(document: Document, length: int, overlong: Overlong, room: "Room") -
     counts = room.counts(document)
     if not fits(counts):
         raise ValueError(misfit(counts))
-    ids = tokens_and_targets(document)
+    weighted = "loss_weights" in document
+    ids = tokens_and_targets(document, weighted=weighted)
     padding = max(length - size, 0)
+    if weighted:
+        row["loss_weights"] = np.pad(ids["loss_weights"][:length], (0, padding))
     row["tokens"] = np.pad(ids["tokens"][:length], (0, padding))
     row["targets"] = np.pad(ids["targets"][:length], (0, padding), constant_values=-1)
     row["segment_ids"] = (np.arange(length) < size).astype(np.int32)

@@ -18,6 +18,7 @@ from maxlib._utils.files import read_json_object, write_atomically
 from maxlib.data._bad_records import SkipBadRecords
 from maxlib.data._documents import Document, token_ids
 from maxlib.data._sources import ArrayRecords
+from maxlib.data._storage import as_file, exists, local_copy, size_of
 from maxlib.data._tokenize import check_not_truncated, end_ids
 
 MANIFEST, TOKENIZER, BAD = "manifest.json", "tokenizer.json", "bad_records.jsonl"
@@ -107,26 +108,26 @@ def write_tokens(
 def read_tokens(directory: str | Path) -> grain.MapDataset[Document]:
     """Reads the documents `{"tokens": int32 array}` that `write_tokens` (`python -m maxlib.data tokenize`) wrote.
 
+    A directory may be in a bucket; its files are copied into the cache directory.
+
     Raises:
         FileNotFoundError: when the manifest or one of its files is missing.
         ValueError: when a file differs from the written one.
     """
-    manifest, directory = read_manifest(directory), Path(directory)
+    manifest = read_manifest(directory)
     files = [file for file in manifest["files"] if file["documents"]]
-    for file in files:
-        path = directory / file["name"]
-        if not path.exists():
+    paths = [as_file(f"{directory}/{file['name']}") for file in files]
+    for file, path in zip(files, paths, strict=True):
+        if not exists(path):
             raise FileNotFoundError(
                 f"{path} is missing; the manifest beside it names it. Tokenize again to replace it."
             )
-        if path.stat().st_size != file["bytes"]:
-            raise ValueError(
-                f"{path} has {path.stat().st_size} bytes, the manifest says {file['bytes']}: it was damaged."
-            )
-    source: Any = ArrayRecords([directory / file["name"] for file in files])
+        if (size := size_of(path)) != file["bytes"]:
+            raise ValueError(f"{path} has {size} bytes, the manifest says {file['bytes']}: it was damaged.")
+    source: Any = ArrayRecords(paths)
     if len(source) != manifest["total"]["documents"]:
         raise ValueError(
-            f"{directory / MANIFEST} counts {manifest['total']['documents']} documents, its files have {len(source)}: "
+            f"{directory}/{MANIFEST} counts {manifest['total']['documents']} documents, its files have {len(source)}: "
             "tokenize again."
         )
     return grain.MapDataset.source(source).map(partial(_decode, dtype=manifest["dtype"], where=str(directory)))
@@ -134,12 +135,12 @@ def read_tokens(directory: str | Path) -> grain.MapDataset[Document]:
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
     """Reads the manifest: what was tokenized, how, and the counts."""
-    path = Path(directory) / MANIFEST
-    if not path.exists():
+    path = as_file(f"{directory}/{MANIFEST}")
+    if not exists(path):
         raise FileNotFoundError(
             f"{path} does not exist: tokenization has not been run there, or has not been finished."
         )
-    manifest = read_json_object(path)
+    manifest = read_json_object(local_copy(path))
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is of format {manifest.get('format')}, this maxlib reads {FORMAT}: tokenize again.")
     total: Any = manifest.get("total")

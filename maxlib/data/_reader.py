@@ -8,12 +8,23 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import grain
 import numpy as np
+
+
+class FromIterators(grain.IterDataset):
+    """A dataset whose iterators `make` creates."""
+
+    def __init__(self, make: Callable[[], grain.DatasetIterator]):
+        super().__init__()
+        self._make = make
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return self._make()
 
 
 class CountingIterator(grain.DatasetIterator):
@@ -84,12 +95,13 @@ class Reader:
             iterator = iter(dataset())
         if state is not None:
             _restore(iterator, state)
-        while self.room.acquire() and not self.stop.is_set():
-            batch = next(iterator, None)
-            state = _to_json(iterator.get_state()) if batch is not None else state
-            self.ready.put((batch, state, total(stage.counts for stage in stages)))
-            if batch is None:
-                return
+        with closing(iterator):  # ends worker processes
+            while self.room.acquire() and not self.stop.is_set():
+                batch = next(iterator, None)
+                state = _to_json(iterator.get_state()) if batch is not None else state
+                self.ready.put((batch, state, total(stage.counts for stage in stages)))
+                if batch is None:
+                    return
 
 
 _running: set[Reader] = set()

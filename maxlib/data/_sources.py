@@ -1,10 +1,8 @@
 """Sources of documents: random-access grain datasets of `{"text": str}` or `{"tokens": int array}`."""
 
 import ast
-import glob
 import hashlib
 import json
-import os
 import sysconfig
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +15,8 @@ import numpy as np
 
 from maxlib._utils.files import without_duplicates
 from maxlib.data._documents import Document, is_messages, token_ids, with_content
+from maxlib.data._storage import File, Paths, find_files, local_copy, read_range
 
-Paths = str | os.PathLike | Sequence[str | os.PathLike]
 Piece = Literal["file", "line", "paragraph"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -145,7 +143,7 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
 class _Spans:
     """A grain source of documents at byte spans of files."""
 
-    def __init__(self, files: list[Path], pieces: Callable[[Path], Iterator[tuple[int, bytes]]], decode: Callable):
+    def __init__(self, files: list[File], pieces: Callable[[File], Iterator[tuple[int, bytes]]], decode: Callable):
         self._files, self._decode = files, decode
         spans = array("q")
         for number, path in enumerate(files):
@@ -164,15 +162,14 @@ class _Spans:
 
     def __getitem__(self, index) -> Document:
         number, start, size = self._spans[index].tolist()
-        with self._files[number].open("rb") as file:
-            file.seek(start)
-            return self._decode(file.read(size), path=self._files[number], start=start)
+        file = self._files[number]
+        return self._decode(read_range(file, start, start + size), path=file, start=start)
 
     def __repr__(self) -> str:
         return f"{len(self)} documents in {len(self._files)} files"
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _raw_lines(path: File) -> Iterator[tuple[int, bytes]]:
     """Yields (first byte, bytes including the line ending) of every line that is not blank."""
     start = 0
     with path.open("rb") as file:
@@ -183,11 +180,11 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             start += len(line)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: File) -> Iterator[tuple[int, bytes]]:
     return ((start, line.rstrip(b"\r\n")) for start, line in _raw_lines(path))
 
 
-def _paragraphs(path: Path) -> Iterator[tuple[int, bytes]]:
+def _paragraphs(path: File) -> Iterator[tuple[int, bytes]]:
     """Yields (first byte, bytes) of every run of lines between blank ones."""
     begin, end, block = 0, 0, []
     for start, line in _raw_lines(path):
@@ -200,7 +197,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, bytes]]:
         yield begin, b"".join(block).rstrip(b"\r\n")
 
 
-def _files(path: Path) -> Iterator[tuple[int, bytes]]:
+def _files(path: File) -> Iterator[tuple[int, bytes]]:
     data = path.read_bytes()
     mark = _mark(data)
     if data[mark:].strip():
@@ -213,27 +210,6 @@ def _mark(data: bytes) -> int:
 
 
 _PIECES = {"file": _files, "line": _lines, "paragraph": _paragraphs}
-
-
-def find_files(paths: Paths) -> list[Path]:
-    """Finds the files of paths, folders and patterns in the given order; those of folders and patterns are sorted."""
-    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not paths:
-        raise ValueError("Give at least one path, got an empty list.")
-    return [file for path in paths for file in _expand(Path(path))]
-
-
-def _expand(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        below = ((file, file.relative_to(path).parts) for file in path.rglob("*") if file.is_file())
-        files = [file for file, names in below if not any(name.startswith(".") for name in names)]
-    else:
-        files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
-    if not files:
-        raise FileNotFoundError(f"{path} names no file: give files, folders that contain files, or glob patterns.")
-    return sorted(files)
 
 
 def _as_text(data: bytes, *, path: Any, start: int) -> Document:
@@ -292,10 +268,10 @@ def _as_object(data: bytes, *, path: Any, start: int) -> dict[str, Any]:
 class ArrayRecords(grain.sources.ArrayRecordDataSource):
     """Source of the records of ArrayRecord files. Raises ValueError that names the file for damaged ones."""
 
-    def __init__(self, paths: Sequence[Path]):
+    def __init__(self, paths: Sequence[File]):
         self._where = str(paths[0]) if len(paths) == 1 else f"{paths[0]} or a file after it"
         try:
-            super().__init__([str(path) for path in paths])
+            super().__init__([str(local_copy(path)) for path in paths])
         except (RuntimeError, ValueError) as error:
             raise self._damaged("", error) from error
 
@@ -317,7 +293,7 @@ class ArrayRecords(grain.sources.ArrayRecordDataSource):
         )
 
 
-def _array_record_file(path: Path, decode: Callable) -> grain.MapDataset[Document]:
+def _array_record_file(path: File, decode: Callable) -> grain.MapDataset[Document]:
     source: Any = ArrayRecords([path])
     if len(source) == 0:
         raise ValueError(f"{path}: byte 0: there is no record in this file. Remove it or exclude it from the paths.")
@@ -326,7 +302,7 @@ def _array_record_file(path: Path, decode: Callable) -> grain.MapDataset[Documen
     )
 
 
-def _decode_record(index: int, data: bytes, *, path: Path, decode: Callable, count: int) -> Document:
+def _decode_record(index: int, data: bytes, *, path: File, decode: Callable, count: int) -> Document:
     return decode(data, path=f"{path}: record {index % count}", start=0)
 
 

@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import grain
 import numpy as np
 
 from maxlib.data._audio import AudioProcessor
-from maxlib.data._documents import Document, is_messages, map_named, token_ids
+from maxlib.data._documents import Document, is_messages, is_weight, map_named, token_ids
 from maxlib.data._images import ImageProcessor, expand, find_parts
+from maxlib.data._streams import Stream
 from maxlib.tokenization import ChatTemplate
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+Documents = TypeVar("Documents", grain.MapDataset, Stream)
 Chooses = Callable[[int, Sequence[Message]], bool]
-_OF_LATER_STAGES = ("targets", "images", "audio", "source")
+_OF_LATER_STAGES = ("targets", "images", "audio", "source", "loss_weights")
 
 
 @runtime_checkable
@@ -26,15 +28,15 @@ class Encodes(Protocol):
 
 
 def tokenize(
-    documents: grain.MapDataset[Document], tokenizer: Encodes, *, bos_id: int | None = None, eos_id: int | None = None
-) -> grain.MapDataset[Document]:
+    documents: Documents, tokenizer: Encodes, *, bos_id: int | None = None, eos_id: int | None = None
+) -> Documents:
     """Adds `"tokens"`, int32, to every document with `"text"`.
 
     The tokenizer's own template of special tokens is not applied; only the given ids are added. Fields of a record that
-    have the names of what later stages add, `targets`, `images`, `audio` and `source`, are left out.
+    have the names of what later stages add, `targets`, `images`, `audio`, `source` and `loss_weights`, are left out.
 
     Args:
-        documents: Documents with `"text"`.
+        documents: Documents with `"text"`: a dataset, or a stream (`WebDataset`, `HFStream`).
         tokenizer: The tokenizer.
         bos_id: Token before each document, or None.
         eos_id: Token after each document, or None.
@@ -89,6 +91,7 @@ def tokenize_chats(
     template: ChatTemplate,
     *,
     learn: Literal["assistant", "last"] | Chooses = "assistant",
+    turn_weights: bool = False,
     images: ImageProcessor | None = None,
     audio: AudioProcessor | None = None,
 ) -> grain.MapDataset[Document]:
@@ -109,6 +112,9 @@ def tokenize_chats(
         template: The chat template.
         learn: The turns to learn: all of the assistant, the last of the assistant, or those for which `learn(i,
             messages)` is true.
+        turn_weights: True reads each message's `"weight"`, a number of at least 0, by default 1. Documents then have
+            `"loss_weights"`, the weight of each target; a turn of weight 0 is not learned. Pack them with
+            `loss_weights=True`.
         images: Image processor, for models that read images.
         audio: Audio processor, for models that hear.
 
@@ -120,7 +126,8 @@ def tokenize_chats(
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
 
     def tokenized(document: Document, _: int) -> Document:
-        return with_tokens(document, with_targets(document, tokenizer, template, learn, images, audio))
+        chat = with_targets(document, tokenizer, template, learn, images, audio, turn_weights=turn_weights)
+        return with_tokens(document, chat)
 
     return map_named(documents, tokenized, "chat")
 
@@ -132,6 +139,8 @@ def with_targets(
     learn: str | Chooses,
     images: ImageProcessor | None = None,
     audio: AudioProcessor | None = None,
+    *,
+    turn_weights: bool = False,
 ) -> Document:
     """Returns tokens and targets of a document with `messages`, and its `images` and `audio` if they are processed."""
     tokenizer = backend(tokenizer)
@@ -141,9 +150,12 @@ def with_targets(
     messages = document["messages"]
     if not is_messages(messages):
         raise ValueError(f"'messages' must be a list of objects with a 'role', got {messages!r:.200}")
-    chosen = _chosen(messages, learn)
+    weights = [_turn_weight(message) for message in messages]
+    chosen = [i for i in _chosen(messages, learn) if weights[i]]
     if not chosen:
         raise ValueError(f"no turn to learn (learn={learn!r}) among the roles {[m['role'] for m in messages]}")
+    if not turn_weights and any(weight != 1 for weight in weights):
+        raise ValueError(f"messages have the weights {weights}: give turn_weights=True, or remove them")
     variables = {name: document[name] for name in ("tools", "documents") if name in document}
     text, spans = _rendered(template, messages, chosen, variables)
     encoded = tokenizer.encode(text, add_special_tokens=False)
@@ -152,7 +164,14 @@ def with_targets(
     if not (targets >= 0).any():
         raise ValueError("the chosen turns have no tokens")
     row = _with_images(document, tokens, np.append(targets, np.int32(-1)), images)
-    return row | _with_audio(document, row["tokens"], row["targets"], audio)
+    row |= _with_audio(document, row["tokens"], row["targets"], audio)
+    if turn_weights:
+        row["loss_weights"] = np.zeros(len(row["tokens"]), np.float32)
+        # [len(targets)] -> [len(row)]: images and clips add tokens, but the learned targets keep their order.
+        media = [getattr(images, "image_token", -1), getattr(audio, "audio_token", -1)]  # which are no targets
+        by_target = _weights_of(encoded.offsets, spans, [weights[i] for i in chosen])[1:]
+        row["loss_weights"][row["targets"] >= 0] = by_target[(targets >= 0) & ~np.isin(targets, media)]
+    return row
 
 
 def backend(tokenizer: Any) -> Any:
@@ -188,6 +207,15 @@ def _with_audio(document: Document, tokens: np.ndarray, targets: np.ndarray, aud
     return {"tokens": tokens, "targets": targets, "audio": clips}
 
 
+def _turn_weight(message: Message) -> float:
+    weight = message.get("weight")
+    if weight is None:  # also in a table of which other records have weights
+        return 1.0
+    if not is_weight(weight):
+        raise ValueError(f"a message's 'weight' must be a finite number of at least 0, got {weight!r}")
+    return float(weight)
+
+
 def _chosen(messages: Sequence[Message], learn: str | Chooses) -> list[int]:
     if callable(learn):
         return [i for i in range(len(messages)) if learn(i, messages)]
@@ -221,6 +249,12 @@ def _span(template: ChatTemplate, messages: Sequence[Message], i: int, text: str
             "mark it in the template with {% generation %}, or use learn='last'"
         )
     return len(before), len(after)
+
+
+def _weights_of(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[float]) -> np.ndarray:
+    """Returns the weight of the turn of each token, the largest if it is in several, and 0 outside."""
+    turns = [np.where(_learned(offsets, [span]), weight, 0) for span, weight in zip(spans, weights, strict=True)]
+    return np.max(turns, axis=0).astype(np.float32)
 
 
 def _learned(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:

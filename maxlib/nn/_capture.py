@@ -9,6 +9,7 @@ layer, inside scans, remat, jit and gradients.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 from jaxtyping import Array
+
+from maxlib.nn.mixer import SequenceMixer
 
 FIRST, LAYER = "embed", "resid_pre"  # the names that count layers
 PATTERN = "attention_pattern"
@@ -37,8 +40,10 @@ def capture(
 
     Args:
         model: Any callable pytree, such as a `Decoder`, a part of it or a model of your own.
-        names: Names of values; `named_values` lists them. "attention_pattern", the probabilities `B N T S`, runs
-            attention as `implementation="reference"`, which computes them for every mask, cap and sink.
+        names: Names of values; `named_values` lists them. If a layer has several values of a name, they are "name.0",
+            "name.1" and so on. "attention_pattern", the probabilities `B N T S`, runs attention as
+            `implementation="reference"`, which computes them for every mask, cap and sink; layers with cross-attention,
+            or that join two attentions as DeepSeek V4's do, have one for each.
         layers: Numbers of the layers; None for all that have the name. Values outside of layers have none: ask for them
             with None.
 
@@ -49,15 +54,16 @@ def capture(
     Raises:
         KeyError: when called, if the model has no value of a name, or a layer has none.
         ValueError: when called, if a value cannot be returned from where it is computed (within `jax.shard_map`,
-            `lax.cond`, `lax.while_loop` or a function with a derivative of its own), or layers' values differ in shape.
+            `lax.cond`, `lax.while_loop` or a function with a derivative of its own), layers' values differ in shape, or
+            a layer has several values of a name.
     """
     wanted = (names,) if isinstance(names, str) else tuple(names)
     chosen = _numbers(layers)
-    model = _with_reference_attention(model) if PATTERN in wanted else model
+    model = _with_reference_attention(model) if PATTERN in map(_base, wanted) else model
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
         result, values = _evaluated(_call, (model, args, kwargs), _Taps(frozenset(wanted), {}, chosen))
-        return result, {name: _stacked(name, [v for v in values if v.name == name], chosen) for name in wanted}
+        return result, {name: _stacked(name, [v for v in values if v.matches(name)], chosen) for name in wanted}
 
     return run
 
@@ -72,7 +78,8 @@ def patch(model: Any, replacements: Mapping[str, Replacement], *, layers: int | 
     Args:
         model: An `nnx.Module`, such as a `Decoder`.
         replacements: Functions by name, `fn(value, layer) -> value` of the same shape and dtype. `layer` is the layer's
-            number: an integer, or traced inside a scan.
+            number: an integer, or traced inside a scan. "name" replaces all values of a name, "name.1" the second of
+            each layer.
         layers: Numbers of the layers to change; None for all that have the name.
 
     Raises:
@@ -92,7 +99,8 @@ def patch(model: Any, replacements: Mapping[str, Replacement], *, layers: int | 
             raise KeyError(f"{where} has no value named {unused}; `nn.named_values` lists the layers of each name")
         return result
 
-    model = _with_reference_attention(model) if PATTERN in replacements else jax.tree.map(lambda leaf: leaf, model)
+    patterns = PATTERN in map(_base, replacements)
+    model = _with_reference_attention(model) if patterns else jax.tree.map(lambda leaf: leaf, model)
     model.__class__ = type(base.__name__, (base,), {"__slots__": (), "__call__": __call__})
     return model
 
@@ -112,14 +120,21 @@ def named_values(model: Any, *args: Any, **kwargs: Any) -> dict[str, dict[int | 
     listed: dict[str, dict[int | None, jax.ShapeDtypeStruct]] = {}
 
     def evaluate(arrays: list[Any]) -> None:
-        run = _Run(_Taps(frozenset(_names(jaxpr.jaxpr)), {}, None, strict=False))
+        run = _Run(_Taps(None, {}, None, strict=False))
         run(jaxpr.jaxpr, jaxpr.consts, arrays)
+        several = {value.name for value in run.values if value.place}
         for value in run.values:
+            name = f"{value.name}.{value.place}" if value.name in several else value.name
             for layer, x in value.by_layer():
-                listed.setdefault(value.name, {})[layer] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+                listed.setdefault(name, {})[layer] = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     jax.eval_shape(evaluate, arrays)
     return listed
+
+
+def _base(name: str) -> str:
+    """Returns the name in the program: "heads" of "heads.1", the second in its layer."""
+    return re.sub(r"\.[0-9]+$", "", name)
 
 
 def _call(model: Any, args: Any, kwargs: Any) -> Any:
@@ -136,21 +151,25 @@ class _Taps:
     """What is asked of a program.
 
     Attributes:
-        captured: Names of values to return.
+        captured: Names of values to return; None for all.
         replacements: Functions by name.
         layers: Layers whose values are returned or replaced; None for all.
         strict: False skips names in places from where no value can be returned.
         replaced: Names whose values were replaced.
     """
 
-    captured: frozenset[str]
+    captured: frozenset[str] | None
     replacements: Mapping[str, Replacement]
     layers: tuple[int, ...] | None
     strict: bool = True
     replaced: set[str] = dataclasses.field(default_factory=set)
 
     def wants(self, name: str) -> bool:
-        return name in self.captured or name in self.replacements
+        """Whether any value of a name, in whatever place in its layer, is asked for."""
+        return self.captured is None or name in map(_base, (*self.captured, *self.replacements))
+
+    def captures(self, name: str, place: int) -> bool:
+        return self.captured is None or not self.captured.isdisjoint((name, f"{name}.{place}"))
 
     def selects(self, layer: int | None) -> bool:
         return self.layers is None or layer in self.layers
@@ -162,15 +181,20 @@ class _Value:
 
     Attributes:
         name: Its name.
+        place: How many values of that name precede it in its layer.
         array: The value, or after a scan the values of several layers with a leading axis.
         layers: The layers' numbers, None outside of layers.
         stacked: True if `array` has the leading axis.
     """
 
     name: str
+    place: int
     array: Any  # inside a scan, while its body is traced for shapes, a shape
     layers: list[int | None]
     stacked: bool = False
+
+    def matches(self, name: str) -> bool:
+        return name in (self.name, f"{self.name}.{self.place}")
 
     def by_layer(self) -> list[tuple[int | None, Array]]:
         """Returns each layer's number and value."""
@@ -194,6 +218,7 @@ class _Run:
     def __init__(self, taps: _Taps, layer: int | None = None, strides: Sequence[int] = (0,), shift: Any = 0):
         self.taps, self.layer, self.strides, self.shift = taps, layer, strides, shift
         self.values: list[_Value] = []
+        self.places: dict[str, int] = {}  # how many values of each name the layer has so far
 
     def __call__(self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr, as `jax.core.eval_jaxpr` does."""
@@ -233,13 +258,17 @@ class _Run:
             self.layer, self.values = None, [value for value in self.values if value.layers == [None]]
         if name == LAYER:
             self.layer = 0 if self.layer is None else self.layer + 1
+            self.places = {}
+        place = self.places.get(name, 0)
+        self.places = self.places | {name: place + 1}
         layers = [None if self.layer is None else self.layer + stride for stride in self.strides]
         if not any(map(self.taps.selects, layers)):
             return x
-        if name in self.taps.replacements:
-            x = self._replaced(name, x, layers)
-        if name in self.taps.captured:
-            self.values.append(_Value(name, x, layers))
+        for label in (name, f"{name}.{place}"):
+            if label in self.taps.replacements:
+                x = self._replaced(label, x, layers)
+        if self.taps.captures(name, place):
+            self.values.append(_Value(name, place, x, layers))
         return x
 
     def _replaced(self, name: str, x: Array, layers: list[int | None]) -> Array:
@@ -266,12 +295,14 @@ class _Run:
 
         run = jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
         results, arrays = run(*read)
-        self.layer = inner.layer
+        self.layer, self.places = inner.layer, inner.places
         self.values += [dataclasses.replace(v, array=array) for v, array in zip(inner.values, arrays, strict=True)]
         return results
 
     def _inner(self, strides: Sequence[int], shift: Any) -> "_Run":
-        return _Run(self.taps, self.layer, strides, shift)
+        inner = _Run(self.taps, self.layer, strides, shift)
+        inner.places = self.places
+        return inner
 
     def _scan(self, eqn: Any, read: list[Any]) -> Sequence[Any]:
         """Evaluates a scan, over layers or over parts of a layer, and returns its results.
@@ -287,12 +318,14 @@ class _Run:
             raise ValueError("layers in a scan within a scan, or in a reversed scan, have no number")
         strides = range(0, period * length, period) if period else self.strides
         values: list[_Value] = []  # of the last trace of the body
+        places: dict[str, int] = {}  # after it
 
         def step(carry: Any, row: Any) -> Any:
             i, carry, buffers = carry
             inner = self._inner(strides, period * i if period else self.shift)
             results = inner(body.jaxpr, body.consts, [*consts, *carry, *row])
             values[:] = [dataclasses.replace(value, array=jax.typeof(value.array)) for value in inner.values]
+            places.update(inner.places)
             full = [value.array for value in inner.values if self._rows(value, period) is None]
             partial = [(value.array, rows) for value in inner.values if (rows := self._rows(value, period)) is not None]
             if buffers is not None:  # None in the trace that finds their shapes
@@ -313,7 +346,8 @@ class _Run:
             rows = self._rows(value, period)
             array = next(full) if rows is None else next(buffers)
             layers = value.layers if rows is None else [value.layers[row] for row in rows]
-            self.values.append(_Value(value.name, array, layers, stacked=period > 0))
+            self.values.append(_Value(value.name, value.place, array, layers, stacked=period > 0))
+        self.places = places
         self.layer = self.layer if not period else (-1 if self.layer is None else self.layer) + period * length
         return [*carry, *ys]
 
@@ -377,6 +411,8 @@ def _stacked(name: str, values: list[_Value], layers: tuple[int, ...] | None) ->
     """Returns the values of a name with a leading axis of layers."""
     rows = [row for value in values for row in value.by_layer()]
     present = [layer for layer, _ in rows]
+    if len(set(present)) < len(present):
+        raise ValueError(f"a layer has several values named {name!r}: ask for '{name}.0', '{name}.1' and so on")
     if missing := [layer for layer in layers or () if layer not in present]:
         raise KeyError(f"layers {missing} have no {name!r}; `nn.named_values` lists the layers of each name")
     if not rows:
@@ -386,6 +422,8 @@ def _stacked(name: str, values: list[_Value], layers: tuple[int, ...] | None) ->
         rows = [(layer, by_layer[layer]) for layer in layers]
     elif len(values) == 1 and values[0].stacked:
         return values[0].array
+    else:  # a scan over periods of several layers gives the first of each period, then the second
+        rows.sort(key=lambda row: -1 if row[0] is None else row[0])
     shapes = {row.shape for _, row in rows}
     if len(shapes) > 1:
         raise ValueError(
@@ -398,6 +436,6 @@ def _with_reference_attention(model: Any) -> Any:
     """Returns a copy whose attention computes its probabilities, as a matrix."""
     model = jax.tree.map(lambda leaf: leaf, model)
     for _, module in nnx.iter_modules(model):
-        if hasattr(module, "implementation"):
+        if isinstance(module, SequenceMixer) and module.op == "attention":
             module.implementation = "reference"  # pyright: ignore[reportAttributeAccessIssue]
     return model

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
@@ -178,6 +178,6 @@ def predict_ahead(
     return outputs
 
 
-def shift_left(x: Int[Array, "B T"], places: int, *, fill: int) -> Int[Array, "B T"]:
-    """Shifts tokens left by `places` and fills the end with `fill`."""
+def shift_left(x: Shaped[Array, "B T"], places: int, *, fill: int) -> Shaped[Array, "B T"]:
+    """Shifts an array of tokens left by `places` and fills the end with `fill`."""
     return jnp.pad(x[:, places:], ((0, 0), (0, min(places, x.shape[1]))), constant_values=fill)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -181,6 +182,51 @@ def compare(model: Any, quantized: Any, tokens: Int[Array, "B T"], *, dtype: Any
         float(sums["divergence"] / count),
         float(sums["agreement"] / count),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Errors of several quantized models, compared with the model in full precision on the same text; print it.
+
+    Attributes:
+        errors: The errors of each, by its name.
+        bytes: The bytes of each.
+    """
+
+    errors: Mapping[str, Errors]
+    bytes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        table = Table("method", box=box.SIMPLE)
+        for title in ("perplexity", "change", "logit error", "KL, nats", "same first token", "bytes"):
+            table.add_column(title, justify="right")
+        for name, e in self.errors.items():
+            change = e.quantized_perplexity / e.perplexity - 1
+            figures = f"{e.quantized_perplexity:.4f}", f"{change:+.2%}", f"{e.logit_error:.2%}", f"{e.divergence:.2g}"
+            table.add_row(name, *figures, f"{e.agreement:.2%}", f"{self.bytes[name]:,}")
+        return to_text(table)
+
+
+def compare_methods(
+    model: Any, methods: Mapping[str, Callable[[], Any]], tokens: Int[Array, "B T"], *, dtype: Any = jnp.float32
+) -> Comparison:
+    """Measures the errors of several ways to quantize `model`, whose results are in memory one at a time.
+
+        ways = {"nearest": lambda: quantization.for_inference(model, "int4")}
+        print(quantization.compare_methods(model, ways, tokens))
+
+    Args:
+        model: The model in full precision.
+        methods: Functions that make a quantized model, by name.
+        tokens: Ids without padding, on which no method was calibrated.
+        dtype: Dtype of the computation.
+    """
+    errors, sizes = {}, {}
+    for name, make in methods.items():
+        quantized = make()
+        errors[name] = compare(model, quantized, tokens, dtype=dtype)
+        sizes[name] = report(quantized).bytes_after
+    return Comparison(errors, sizes)
 
 
 def _sums(model, quantized, tokens, dtype):

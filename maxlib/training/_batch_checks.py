@@ -19,6 +19,7 @@ _ELSEWHERE = {
     "positions": ("position_ids", "inputs_position"),
     "segment_ids": ("segments", "segmentation", "inputs_segmentation", "document_ids", "doc_ids", "sequence_ids"),
     "valid": ("attention_mask", "padding_mask", "key_padding_mask"),
+    "loss_weights": ("weights", "token_weights", "loss_scale"),
     "images": ("pixel_values",),
     "audio": ("input_features",),
     "old_log_probs": ("old", "old_logps", "old_per_token_logps", "behavior_log_probs"),

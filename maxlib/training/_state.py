@@ -108,11 +108,11 @@ def is_builder(model: Any) -> bool:
 
 
 def _built(build: Callable[[], Any], layout: sharding.Layout | None) -> Any:
-    """Runs a function that builds a model under jit, so that parameters are created already sharded."""
+    """Builds a model, with a layout as shards."""
     if layout is not None:
         return sharding.init_sharded(build, layout)
-    sharding.eval_shape(build)  # for its check; jit compiles the same function only once
-    model = jax.jit(build)()
+    sharding.eval_shape(build)  # for its check
+    model = build()  # operation by operation: as one program it would take three times as long to compile
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), model)
 
 

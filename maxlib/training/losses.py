@@ -162,7 +162,9 @@ class Loss:
 class NextToken(Loss):
     """Cross-entropy of `batch["targets"]` (-1: ignored) given `batch["tokens"]`, in nats.
 
-    Metrics are `nll` (without smoothing, z-loss and the layers' own losses), `accuracy`, and the layers' reports.
+    If the batch has `loss_weights`, `B T` (`data.pack(loss_weights=True)`), the loss is the mean with these weights of
+    the targets, Σ wᵢ lossᵢ / Σ wᵢ, and `num_targets` is the sum of the weights. Metrics are `nll` (without weights,
+    smoothing, z-loss and the layers' own losses), `accuracy`, and the layers' reports.
 
     Args:
         z_loss: Factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
@@ -171,18 +173,24 @@ class NextToken(Loss):
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
-    reads: ClassVar[Collection[str]] = ()
+    reads: ClassVar[Collection[str]] = ("loss_weights",)
 
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
+        weights = batch.get("loss_weights")
         loss, sums = nn.cross_entropy(
             hidden,
             model.head_weight(),
             batch["targets"],
+            weights=weights,
             softcap=model.softcap,
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
         )
-        return loss, Stats(num_learned(batch), sums)
+        count = num_learned(batch)
+        if weights is None:
+            return loss, Stats(count, sums)
+        total = jnp.sum(jnp.where(ops.is_learned(batch["targets"]), weights, 0), dtype=jnp.float32)
+        return loss, Stats(total, {name: Quotient(value, count) for name, value in sums.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +261,8 @@ class MTP(Loss):
     """`NextToken` plus the losses of multi-token prediction modules (DeepSeek V3, arXiv:2412.19437).
 
     The modules of `model.predict_ahead` (`nn.mtp.predict_ahead` has the details) add `weight` times their
-    cross-entropy, summed over targets and averaged over modules, and the losses of their blocks. Additional metrics are
+    cross-entropy, summed over targets and averaged over modules, and the losses of their blocks; `loss_weights` of the
+    batch are those of their targets too. Additional metrics are
     `mtp1/nll` and `mtp1/accuracy` of the first module, and so on; the modules' rows are appended to the layers'
     reports. Batches with images or audio raise ValueError.
 
@@ -268,7 +277,7 @@ class MTP(Loss):
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     remat_modules: nn.remat.Policy = None
-    reads: ClassVar[Collection[str]] = ()
+    reads: ClassVar[Collection[str]] = ("loss_weights",)
     sums_over_rows: ClassVar[bool] = False
 
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
@@ -282,7 +291,10 @@ class MTP(Loss):
         sums = dict(stats.sums)
         for depth, module in enumerate(modules, start=1):
             targets = jnp.where(module.valid, shift_left(batch["targets"], depth, fill=-1), -1)
-            added, terms = nn.cross_entropy(module.hidden, model.head_weight(), targets, softcap=model.softcap)
+            weights = shift_left(batch["loss_weights"], depth, fill=0) if "loss_weights" in batch else None
+            added, terms = nn.cross_entropy(
+                module.hidden, model.head_weight(), targets, weights=weights, softcap=model.softcap
+            )
             loss += self.weight / len(modules) * added + stats.num_targets * layer_losses(module.aux)
             count = jnp.sum(ops.is_learned(targets))
             sums |= {f"mtp{depth}/{name}": Quotient(value, count) for name, value in terms.items()}

@@ -53,10 +53,7 @@ def from_gguf(path: str | Path, *, layout: sharding.Layout | None = None, dtype:
         ImportError: If the package `gguf` is not installed.
         ValueError: For another architecture, or tensors that are not those of the model.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError("GGUF files need the package gguf: pip install maxlib[gguf]") from error
+    gguf = import_gguf()
     reader = gguf.GGUFReader(path)
     raw = {tensor.name: tensor for tensor in reader.tensors}
     values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
@@ -76,7 +73,7 @@ def from_gguf(path: str | Path, *, layout: sharding.Layout | None = None, dtype:
             tensor = raw.pop(theirs)
             shape = tuple(int(size) for size in reversed(tensor.shape))
             stored[name] = _Tensor(
-                Path(path), tensor.data_offset, np.dtype(np.float32), shape, tensor, _heads(name, config)
+                Path(path), tensor.data_offset, np.dtype(np.float32), shape, tensor, heads_of(name, config)
             )
     if raw:
         raise ValueError(
@@ -84,6 +81,15 @@ def from_gguf(path: str | Path, *, layout: sharding.Layout | None = None, dtype:
             "a rope scaling, which GGUF does not describe: convert such a model from its Hugging Face directory"
         )
     return load(build, table, stored, layout=layout, dtype=dtype)
+
+
+def import_gguf() -> Any:
+    """Imports the package; raises ImportError with what to install."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("GGUF files need the package gguf: pip install maxlib[gguf]") from error
+    return gguf
 
 
 def _config(values: Mapping[str, Any], raw: Mapping[str, Any], path: Any) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def _architecture(values: Mapping[str, Any], gguf: Any) -> Any:
     return next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == values["general.architecture"])
 
 
-def _heads(name: str, config: Mapping[str, Any]) -> int | None:
+def heads_of(name: str, config: Mapping[str, Any]) -> int | None:
     """Returns the number of heads of a tensor whose rows llama.cpp reorders; None for others."""
     if config["model_type"] != "llama":
         return None

@@ -66,13 +66,26 @@ def decoding(model, rounds: int = 3, **options) -> float:
     return min(seconds)
 
 
+CALIBRATED = ("gptq", "awq", "awq gptq", "rotated gptq", "smoothquant int8_w8a8", "rotated int8_w8a8")
+
+
 def quantized(model, name: str, calibration):
-    """Down-projections whose inputs do not fill groups are taken in int8; "gptq" is int4 with calibration."""
-    format = quantization.INFERENCE[name.replace("gptq", "int4")]
+    """A format, or steps of calibration before it, such as "awq gptq": int4 unless a format is named.
+
+    Down-projections whose inputs do not fill groups are taken in int8.
+    """
+    *steps, last = name.split()
+    format = quantization.INFERENCE[last if last in quantization.INFERENCE else "int4"]
     widths = {v.get_value().shape[-1] for path, v in nn.variables(model).items() if path.endswith(".down.w")}
     odd = format.group is not None and any(width % format.group for width in widths)
     rules = [quantization.Rule(quantization.INFERENCE["int8"], "*.down")] * odd + [quantization.Rule(format)]
-    if name == "gptq":
+    if "smoothquant" in steps:
+        model = quantization.smoothquant(model, calibration)
+    if "rotated" in steps:
+        model = quantization.rotate(model, jax.random.key(0))
+    if "awq" in (*steps, last):
+        model = quantization.awq(model, calibration, rules, clip=last == "awq")
+    if last == "gptq":
         return quantization.gptq(model, calibration, rules)
     return jax.jit(lambda m: quantization.for_inference(m, rules))(model)
 
@@ -123,8 +136,8 @@ def main() -> None:
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="*")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--calibration", type=int, default=4096, help="tokens for gptq (%(default)s)")
-    parser.add_argument("--formats", nargs="*", default=[*quantization.INFERENCE, "gptq"])
+    parser.add_argument("--calibration", type=int, default=4096, help="tokens of calibration (%(default)s)")
+    parser.add_argument("--formats", nargs="*", default=[*quantization.INFERENCE, *CALIBRATED])
     parser.add_argument("--decode", nargs="*", default=["int8", "int4"])
     parser.add_argument("--caches", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)

@@ -33,6 +33,7 @@ from maxlib import nn, plan, sharding, weights
 from maxlib.plan._search import _default_layouts as default_layouts
 from tests.benchmarks.plans import AGAIN, GIB
 
+ENCODER_DECODERS = ("t5", "t5gemma", "whisper")
 SEQUENCE, LEAST_MFU, FULL_SLICE = 4096, 0.6, 0.9  # of a chip's memory
 STATE = 16  # bytes a parameter: itself, its gradient and two moments
 SIZES = {"v5p": [8 * 2**i for i in range(9)], "v6e": [4 * 2**i for i in range(7)], "v5e": [4 * 2**i for i in range(7)]}
@@ -172,10 +173,12 @@ def save(one: dict[str, Any]) -> None:
 
 
 def distinct() -> list[str]:
-    """Returns one preset of each group with the same configuration."""
+    """Returns one preset of each group of decoders with the same configuration."""
     found: dict[Any, str] = {}
-    for name, cfg in weights.presets().items():
-        found.setdefault(cfg, name)
+    for family in weights.families():
+        if issubclass(family.model, nn.Decoder) and family.name not in ENCODER_DECODERS:
+            for name, cfg in family.presets.items():
+                found.setdefault(cfg, name)
     return list(found.values())
 
 
@@ -228,7 +231,7 @@ def fitting(name: str, chip: str) -> Iterator[plan.Job]:
 
     Raises ValueError with the last reason in the end.
     """
-    sequence = min(SEQUENCE, getattr(weights.presets()[name], "num_positions", SEQUENCE))
+    sequence = min(SEQUENCE, abstract(name).max_length or SEQUENCE)
     why = "no slice is large enough"
     for size, tensor, share in slices(chip):
         try:
@@ -269,9 +272,15 @@ def across(job: plan.Job, slices: int, axis: str) -> plan.Job:
 
 @functools.cache
 def parameters(name: str) -> int:
+    return nn.num_parameters(abstract(name))
+
+
+@functools.cache
+def abstract(name: str) -> nn.Decoder:
+    """Returns the preset's model, with shapes instead of arrays."""
     cfg = weights.presets()[name]
     family = next(one for one in weights.families() if name in one.presets)
-    return nn.num_parameters(jax.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0))))
+    return jax.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
 
 
 def shown(one: dict[str, Any]) -> str:

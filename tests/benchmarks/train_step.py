@@ -1,12 +1,13 @@
-"""One training step of the same Llama: maxlib against transformers + torch.
+"""One training step of the same Llama: maxlib against transformers + torch, eager and compiled.
 
     python -m tests.benchmarks.train_step [--rounds 7]
 
 float32, batch 4 x 512 tokens, 4 layers x 512 wide, 8 heads, MLP 1408, vocabulary 32,000, AdamW with gradient clipping.
+The limit is what the step's matrix products alone take at the speed of a large one.
 """
 
 import argparse
-import platform
+import copy
 import statistics
 import tempfile
 
@@ -19,6 +20,7 @@ import transformers
 
 import maxlib
 from maxlib import nn, ops
+from tests.benchmarks import machine
 from tests.benchmarks.timing import measure, ratio
 
 BATCH, SEQ = 4, 512
@@ -61,17 +63,17 @@ def trainer(model, tokens):
         return (optax.apply_updates(trainable, updates), opt_state), loss
 
     state = [(trainable, jax.jit(optimizer.init)(trainable))]
-    compiled = jax.jit(step, donate_argnums=0).lower(state[0], tokens).compile()
+    program = jax.jit(step, donate_argnums=0).lower(state[0], tokens).compile()
 
     def run():
-        state[0], loss = compiled(state[0], tokens)
+        state[0], loss = program(state[0], tokens)
         return float(loss)
 
     return run
 
 
 def torch_trainer(model, tokens):
-    """The same with a model of transformers."""
+    """The same with a model of transformers, which may be compiled."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
     ids = torch.tensor(np.asarray(tokens), dtype=torch.long)
@@ -88,16 +90,32 @@ def torch_trainer(model, tokens):
     return run
 
 
+def flops():
+    """Returns the floating-point operations of the step's matrix products, in both passes."""
+    D, F, V, L = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.vocab_size, CONFIG.num_hidden_layers
+    weights = L * (4 * D * D + 3 * D * F) + D * V
+    attention = L * 2 * D * (SEQ + 1) / 2  # scores and sums of values, of the earlier half of the keys
+    return 3 * 2 * BATCH * SEQ * (weights + attention)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, SEQ + 1)), jnp.int32)
     theirs = transformers.LlamaForCausalLM(CONFIG)
-    times = measure({"maxlib": trainer(read(theirs), tokens), "torch": torch_trainer(theirs, tokens)}, args.rounds)
+    runs = {
+        "maxlib": trainer(read(theirs), tokens),
+        "torch.compile": torch_trainer(torch.compile(copy.deepcopy(theirs)), tokens),
+        "torch": torch_trainer(theirs, tokens),
+    }
+    times = measure(runs, args.rounds)
     for name, seconds in times.items():
-        print(f"{name:8} {BATCH * SEQ / statistics.median(seconds):8.0f} tokens/s")
-    print(f"ratio {ratio(times, 'torch', 'maxlib'):.2f}  (jax {jax.__version__}, {platform.machine()})")
+        speed, against = BATCH * SEQ / statistics.median(seconds), ratio(times, name, "maxlib")
+        print(f"{name:14} {speed:8.0f} tokens/s, {against:.2f} of maxlib's time")
+    limit = flops() / (1e9 * machine.speeds()["XLA GFLOP/s"])
+    print(f"{'limit':14} {BATCH * SEQ / limit:8.0f} tokens/s, {limit / statistics.median(times['maxlib']):.2f}")
+    print(machine.describe())
 
 
 if __name__ == "__main__":

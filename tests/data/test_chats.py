@@ -62,6 +62,31 @@ def test_learned_turns_survive_packing(tokenizer):
         assert sum(int((row["targets"] >= 0).sum()) for row in rows) == want
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_turns_have_weights(tokenizer, template):
+    chat = [message | {"weight": weight} for message, weight in zip(CHAT, (1, 0.25, 1, 3), strict=True)]
+    document = tokenized(tokenizer, template, chat, turn_weights=True)
+    plain, at = tokenized(tokenizer, template), document["targets"] >= 0
+    np.testing.assert_array_equal(document["targets"], plain["targets"])
+    for weight, text in ((0.25, "Zwei Äpfel.</s>"), (3, "日本語 ok</s>")):
+        turn = document["targets"][at & (document["loss_weights"] == weight)].tolist()
+        assert tokenizer.decode(turn, skip_special_tokens=False) == text
+    assert set(document["loss_weights"][~at]) == {0}
+    chat[0]["weight"] = None
+    chat[1]["weight"] = 0
+    assert learned(tokenizer, tokenized(tokenizer, template, chat, turn_weights=True)) == "日本語 ok</s>"
+    assert set(tokenized(tokenizer, template, turn_weights=True)["loss_weights"].tolist()) == {0, 1}
+
+
+def test_weights_of_turns_that_are_not_asked_for_or_are_none(tokenizer):
+    chat = [*CHAT[:3], CHAT[3] | {"weight": 0.5}]
+    with pytest.raises(ValueError, match="give turn_weights=True, or remove them"):
+        tokenized(tokenizer, chat=chat)
+    for weight in (-1, "1", float("nan")):
+        with pytest.raises(ValueError, match="'weight' must be a finite number of at least 0"):
+            tokenized(tokenizer, chat=[*CHAT[:3], CHAT[3] | {"weight": weight}], turn_weights=True)
+
+
 def test_from_files_a_record_that_fails_is_named(tokenizer, tmp_path):
     path = tmp_path / "chats.jsonl"
     lines = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"messages": [*CHAT[:1], {"role": "assistant"}]}]

@@ -20,7 +20,7 @@ from maxlib import data
 from maxlib.data import _loader
 from tests.data.corpus import documents, shuffled
 
-STRATEGIES = ("first_fit", "concat_then_split")
+STRATEGIES = ("first_fit", "concat_then_split", "best_fit")
 LENGTH, BATCH, SHARDS = 16, 12, 6
 
 
@@ -76,7 +76,9 @@ class Hosts:
         return through_json({shard: state for one in self.loaders for shard, state in one.get_state().items()})
 
 
-@pytest.mark.parametrize(("strategy", "counts"), [(STRATEGIES[0], (1, 3, 2)), (STRATEGIES[1], (4, 1, 6))])
+@pytest.mark.parametrize(
+    ("strategy", "counts"), [(STRATEGIES[0], (1, 3, 2)), (STRATEGIES[1], (4, 1, 6)), (STRATEGIES[2], (2, 3, 1))]
+)
 def test_hosts_come_and_go(strategy, counts):
     uninterrupted = take(loader(strategy=strategy), 17)
     state, batches = None, []

@@ -3,13 +3,14 @@
 from collections import Counter
 from itertools import pairwise
 
+import grain
 import numpy as np
 import pytest
 
 from maxlib import data
 from tests.data.corpus import documents
 
-STRATEGIES = ("first_fit", "concat_then_split")
+STRATEGIES = ("first_fit", "best_fit", "concat_then_split")
 
 
 def rows_of(docs, length, strategy, **kwargs):
@@ -109,6 +110,47 @@ def test_what_is_longer_than_a_row_keeps_its_beginning_or_goes(strategy):
     assert rows_of([[1, 2, 3, 4]], 4, strategy, overlong="error")
     with pytest.raises(ValueError, match=r'has 5 tokens, a row 4, and overlong="error"'):
         rows_of(docs[3:4], 4, strategy, overlong="error")
+
+
+def test_best_fit_pads_less_than_first_fit_and_as_grain_does():
+    lengths = np.random.default_rng(1).integers(1, 60, 400)
+    docs = [1000 * (i + 1) + np.arange(n) for i, n in enumerate(lengths)]
+    padding = {}
+    for strategy in ("first_fit", "best_fit"):
+        rows = rows_of(docs, 64, strategy, bins=16)
+        padding[strategy] = np.mean([row["segment_ids"] == 0 for row in rows])
+    assert padding["best_fit"] < 0.95 * padding["first_fit"]
+    grains = grain.experimental.BestFitPackIterDataset(
+        data.in_memory(docs).to_iter_dataset(), length_struct={"tokens": 64}, num_packing_bins=16
+    )
+    for row, theirs in zip(rows_of(docs, 64, "best_fit", bins=16), grains, strict=True):
+        np.testing.assert_array_equal(row["tokens"], theirs["tokens"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_stay_with_their_targets(strategy):
+    """Also where a document is cut, and beside documents without weights."""
+    docs = documents()
+    weighted = [{"tokens": doc, "loss_weights": doc / 1000} if i % 3 else {"tokens": doc} for i, doc in enumerate(docs)]
+    rows = list(data.pack(grain.MapDataset.source(weighted), length=16, strategy=strategy, loss_weights=True))
+    for row, plain in zip(rows, rows_of(docs, 16, strategy), strict=True):
+        np.testing.assert_array_equal(row["tokens"], plain["tokens"])
+        used, weights = row["segment_ids"] > 0, row["loss_weights"]
+        has_weights = (row["tokens"] // 1000 - 1) % 3 != 0
+        np.testing.assert_array_equal(weights, np.float32(np.where(has_weights, row["tokens"] / 1000, 1) * used))
+        assert weights.dtype == np.float32
+
+
+def test_weights_of_padded_rows_and_bad_ones():
+    document = {"tokens": np.array([5, 6, 7]), "targets": np.array([6, 7, -1]), "loss_weights": [0, 0.5, 2]}
+    row = data.pad(grain.MapDataset.source([document]), length=5)[0]
+    assert row["loss_weights"].tolist() == [0, 0.5, 2, 0, 0]
+    with pytest.raises(ValueError, match="pack it with loss_weights=True"):
+        next(iter(data.pack(grain.MapDataset.source([document]), length=4)))
+    for weights in ([1, 2], [1, 2, -1], [1, 2, np.nan], ["1", "2", "3"]):
+        bad = grain.MapDataset.source([document | {"loss_weights": weights}])
+        with pytest.raises(ValueError, match="'loss_weights' must be 3 finite numbers"):
+            next(iter(data.pack(bad, length=4, loss_weights=True)))
 
 
 def test_bad_arguments():

@@ -8,11 +8,15 @@ import pytest
 
 from maxlib import data, post_training, tokenization
 from maxlib.data._documents import token_ids
+from tests.data import test_megatron, test_webdataset
 from tests.data.test_chats import CHAT, PLAIN
 
 ASK, YES = CHAT[:1], [{"role": "assistant", "content": "a"}]
 TEMPLATE = tokenization.ChatTemplate(PLAIN)
 TOKENIZER = tokenization.train_bpe(["a size"], vocab_size=259, special_tokens=("<user>", "<assistant>", "</s>"))
+
+MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+MIDDLES = tokenization.train_bpe(["a size"], vocab_size=260, special_tokens=MARKS)
 
 
 def documents(**fields):
@@ -61,6 +65,36 @@ def from_stream(ids, _):
     return next(iter(data.HFStream(Stream(), field="tokens")[::1]))["tokens"]
 
 
+def from_numpy(ids, folder):
+    np.save(folder / "a.npy", ids)
+    return data.numpy_tokens(folder / "a.npy", length=2)[0]["tokens"]
+
+
+def from_megatron(ids, folder):
+    prefix = test_megatron.write(folder / "a", [np.array(ids)], kind=np.int64)
+    return data.megatron_documents(prefix)[0]["tokens"]
+
+
+def megatron_sample(ids, folder):
+    prefix = test_megatron.write(folder / "a", [np.array(ids)], kind=np.int64)
+    return data.megatron_samples(prefix, length=1)[0]["tokens"]
+
+
+def megatron_end(ids, folder):
+    prefix = test_megatron.write(folder / "a", [np.array([5, 7])], kind=np.int64)
+    return data.megatron_samples(prefix, length=1, eod_id=ids[0])[0]["tokens"]
+
+
+def from_tar(ids, folder):
+    test_webdataset.write(folder / "a.tar", {"a": {"npy": test_webdataset.npy(ids)}})
+    return next(iter(data.WebDataset(folder / "a.tar")[::1]))["tokens"]
+
+
+def with_middle(ids, _):
+    middles = data.fill_in_the_middle(data.in_memory(["a"]), MIDDLES, bos_id=ids[0])
+    return middles[0]["tokens"][:1]
+
+
 def with_bos(ids, _):
     return data.tokenize(data.in_memory(["a"]), TOKENIZER, bos_id=ids[0])[0]["tokens"][:1]
 
@@ -105,6 +139,11 @@ ENTRANCES = {
     "parquet": [from_parquet],
     "files": [from_files],
     "HFStream": [from_stream],
+    "WebDataset": [from_tar],
+    "numpy_tokens": [from_numpy],
+    "megatron_documents": [from_megatron],
+    "megatron_samples": [megatron_sample, megatron_end],
+    "fill_in_the_middle": [with_middle],
     "read_tokens": [from_pretokenized],
     "tokenize": [with_bos],
     "write_tokens": [write_with_eos],
@@ -120,6 +159,7 @@ OF_CHECKED = {
     "Mixture",
     "SkipBadRecords",
     "host_shards",
+    "in_workers",
     "read_manifest",
     "split",
     "Statistics",
@@ -143,8 +183,12 @@ def test_ids_are_read_as_they_are(name, enter, tmp_path):
 
 BAD = 2**31, 2**32 + 5, 2**64 - 1, 2**70, -1, -(2**31) - 1, 5.0, math.nan, True, "7", None, [7]
 COLUMN = 2**31, 2**32 + 5, -1, -(2**31) - 1, 5.0, math.nan, None  # what a column of Parquet can hold beside an integer
+INTEGERS = 2**31, 2**32 + 5, -1, -(2**31) - 1  # what an array of int64 can hold
 HOLDS = {from_parquet: COLUMN, from_files: COLUMN, from_pretokenized: [-1]}
-MEANS = {packed_targets: -1, padded_targets: -1, with_bos: None, write_with_eos: None}  # nothing learned, and no token
+HOLDS |= dict.fromkeys((from_numpy, from_megatron, megatron_sample), INTEGERS)
+HOLDS |= {from_tar: (*INTEGERS, 5.0, math.nan, "7")}
+MEANS = {packed_targets: -1, padded_targets: -1}  # nothing learned
+MEANS |= dict.fromkeys((with_bos, with_middle, megatron_end, write_with_eos))  # no token
 
 
 @pytest.mark.parametrize(("name", "enter"), WAYS)
@@ -178,6 +222,7 @@ def test_fields_of_a_record_are_not_those_of_later_stages(tmp_path):
     """Whatever a record of a file has beside its text or messages, the rows are the same."""
     plain = {"text": "a size", "messages": ASK + YES}
     names = ("tokens", "targets", "segment_ids", "positions", "images", "audio", "source", "record", "folder")
+    names += ("loss_weights",)
     for value in ([1] * 6, "a", 5, None, ["a"], {"a": 1}):
         rows, lengths = [], []
         for record in (plain, plain | dict.fromkeys(names, value)):

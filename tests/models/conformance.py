@@ -10,6 +10,7 @@ them. By default a family is compared with these, and its files are read and wri
 `full`) runs in `nox -s tests_full`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -103,6 +104,7 @@ class Conformance:
     rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
     dtype: ClassVar[str] = "float32"  # in which transformers computes
     gradients: ClassVar[float] = 1e-4  # of their norms
+    recorded: ClassVar[str] = "resid_pre"  # which value of a layer their hidden states are
     zero_gradients: ClassVar[str] = "$^"  # pattern of tensors whose gradient is zero but for rounding
 
     @staticmethod
@@ -202,6 +204,38 @@ class Conformance:
         with torch.no_grad():
             want = theirs(torch.from_numpy(tokens).long()).logits.float().numpy()
         assert_close(_logits(model, tokens), want, 1e-4)
+
+    @pytest.mark.full
+    def test_captured_values_are_those_of_transformers(self, exact):
+        """The input of every layer, and the attention pattern of every layer that has one."""
+        torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+        case, directory, model = exact(next(iter(self.cases)))
+        sees = any(case.get(inputs) is not None for inputs in ("grids", "clips"))
+        theirs = parity.auto(case["config"]["model_type"], sees=sees).from_pretrained(
+            directory, attn_implementation="eager", experts_implementation="eager", dtype=getattr(torch, self.dtype)
+        )
+        with torch.no_grad():
+            arguments = parity.arguments(case, torch.from_numpy(case["tokens"]).long(), theirs.dtype)
+            out = theirs(**arguments, output_hidden_states=True, output_attentions=True)
+        inputs = parity._given(*parity.given(case))
+        _, values = nn.capture(model, ["resid_pre", "resid_post"])(case["tokens"], **inputs, dtype=_dtype(model))
+        recorded = out.get("hidden_states", out.get("decoder_hidden_states"))
+        # Their last hidden state is after the final norm. They record layers before Qwen3-VL adds images to them.
+        text = case["tokens"] != case["config"].get("image_token_id")
+        assert_close(values[self.recorded][:, text], np.stack(recorded[:-1])[:, text])
+        patterns = []
+        for layer in range(len(values["resid_pre"])):
+            run = nn.capture(model, "attention_pattern.0", layers=layer)
+            with contextlib.suppress(KeyError):  # no attention in this layer
+                patterns.append(run(case["tokens"], **inputs, dtype=_dtype(model))[1]["attention_pattern.0"][0])
+        recorded = out.get("attentions", out.get("decoder_attentions")) or ()
+        recorded = [pattern for pattern in recorded if pattern is not None]
+        for ours, pattern in zip(patterns, recorded, strict=True):
+            # Where DeepSeek V4 attends to compressed entries too, those are a pattern of their own.
+            if ours.shape == pattern.shape:
+                np.testing.assert_allclose(ours, pattern, rtol=0, atol=1e-5)
+            else:
+                assert case["config"]["model_type"] == "deepseek_v4"
 
     # --- weights and config ---
 

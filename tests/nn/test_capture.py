@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import maxlib
 from maxlib import inference, nn, ops, sharding
-from maxlib.models import llama
+from maxlib.models import gemma2, llama
 from tests.nn import transformer_lens
 
 LAYERS, HEADS = 4, 4
@@ -94,6 +95,31 @@ def test_scanned_layers_report_what_separate_ones_do(model, tokens):
     expected = jax.tree.map(lambda x: x[np.array([3, 1])], every)
     chex.assert_trees_all_close(run(model, tokens), expected, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(run(nn.unstack(model), tokens), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_two_kinds_are_captured_in_order(tokens):
+    rope = ops.Rope(8, max_length=64)
+    cfg = gemma2.Config(
+        vocab=64, dim=32, mlp_dim=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, window=4, rope=rope
+    )
+    model = gemma2.Gemma2(cfg, rngs=nnx.Rngs(0))
+    names = ["resid_pre", "attention_pattern"]
+    scanned, separate = (nn.capture(m, names)(tokens, dtype=jnp.float32)[1] for m in (model, nn.unstack(model)))
+    chex.assert_trees_all_close(scanned, separate, rtol=1e-5, atol=1e-5)
+
+
+def test_values_of_one_name_in_a_layer_are_numbered(tokens):
+    def layer(x):
+        x = checkpoint_name(x, "resid_pre")
+        return checkpoint_name(checkpoint_name(x + 1, "norm") * 2, "norm")
+
+    assert set(nn.named_values(layer, jnp.ones(3))) == {"resid_pre", "norm.0", "norm.1"}
+    _, values = nn.capture(layer, ["norm.0", "norm.1"])(jnp.ones(3))
+    assert np.array_equal(values["norm.0"], [[2, 2, 2]]) and np.array_equal(values["norm.1"], [[4, 4, 4]])
+    with pytest.raises(ValueError, match="several values named 'norm'"):
+        nn.capture(layer, "norm")(jnp.ones(3))
+    with pytest.raises(KeyError, match=r"norm\.2"):
+        nn.capture(layer, "norm.2")(jnp.ones(3))
 
 
 def test_a_capture_stores_the_captured_layers_only(model, tokens):

@@ -212,10 +212,8 @@ def rounded_operands(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.full] * (name != "delta")) for name, case in RECURRENCES.items()],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", RECURRENCES.values(), ids=RECURRENCES)
 def test_roundings_of_a_recurrence_are_right(case, rounded_operands):
     row = status(case, cases.bound(case.op, "chunked"), jnp.bfloat16)
     assert row["status"] == "right" and 2e-3 < row["error"] < cases.tolerance(case, row["of"], "bfloat16")

@@ -172,6 +172,7 @@ def test_gpus_without_a_description_are_estimated_and_the_plan_says_so():
     assert estimate("b200x64").network > 2 * rack.network
 
 
+@pytest.mark.full
 def test_fp8_counts_by_its_own_peak_where_there_are_units_for_it():
     """A plan multiplies in FP8 what the format rounds, if the device has units for what comes to them."""
     sizes = dict(num_layers=2, dim=512, mlp_dim=1536, num_heads=4, num_kv_heads=2, head_dim=128)

@@ -119,6 +119,7 @@ def test_routers_under_adapters_stay():
     assert not biases(state.model).any()
 
 
+@pytest.mark.full
 def test_routers_of_what_is_frozen_stay():
     model, data = mixture(), padded()
     loss = lambda model, batch, key: tiny.loss(model.trained, batch, key)
@@ -127,6 +128,7 @@ def test_routers_of_what_is_frozen_stay():
     assert not biases(state.model.frozen).any()
 
 
+@pytest.mark.full
 def test_a_skipped_step_moves_nothing():
     """Its gradient is not finite, and the state stays as it was."""
     model, data = mixture(), padded()
@@ -148,6 +150,7 @@ def test_a_loss_without_counts_is_said():
     assert not biases(state.model).any()
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch):
     """Bit for bit, biases too."""
     tiny.share_steps(monkeypatch)

@@ -7,6 +7,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -14,6 +15,8 @@ from maxlib import nn, sharding, training
 from tests.nn.tiny import tiny_llama
 from tests.outside import outside
 from tests.training import tiny
+
+SGD = optax.sgd(0.1)
 
 
 def test_sums_over_targets_with_everything_on():
@@ -33,6 +36,51 @@ def test_sums_over_targets_with_everything_on():
     assert float(stats.sums["nll"]) == pytest.approx(-log_prob[counts].sum(), rel=1e-5)
     assert float(stats.sums["accuracy"]) == (logits.argmax(-1) == targets)[counts].sum()
     assert float(stats.num_targets) == counts.sum()
+
+
+def _weighted():
+    batch = jax.tree.map(jnp.asarray, tiny.batch(4, uneven=True))
+    weights = np.random.default_rng(1).uniform(0, 3, batch["targets"].shape).astype(np.float32)
+    weights[2, :4] = 0
+    return batch, weights
+
+
+def test_weights_of_targets_make_a_weighted_mean():
+    model, (batch, weights) = tiny.model(), _weighted()
+    hidden = np.asarray(model(batch["tokens"], dtype=jnp.float32).hidden, np.float64)
+    logits = hidden @ np.asarray(model.head_weight(), np.float64).T
+    targets = np.asarray(batch["targets"])
+    log_prob = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    nll, learned = np.log(np.exp(logits).sum(-1)) - log_prob, targets >= 0
+    metrics = []
+    for microbatches in (1, 2):
+        step = training.make_train_step(training.NextToken(), SGD, dtype=jnp.float32, microbatches=microbatches)
+        weighted = batch | {"loss_weights": weights}
+        state, values = jax.jit(step, compiler_options=tiny.QUICKLY)(training.make_state(tiny.model(), SGD), weighted)
+        metrics.append((state.trainable, values))
+    for _, values in metrics:
+        assert float(values["loss"]) == pytest.approx(
+            np.sum((weights * nll)[learned]) / weights[learned].sum(), rel=1e-5
+        )
+        assert float(values["num_targets"]) == pytest.approx(weights[learned].sum(), rel=1e-6)
+        assert float(values["nll"]) == pytest.approx(nll[learned].mean(), rel=1e-5)  # of the targets, unweighted
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), *(m[0] for m in metrics))
+
+
+def test_a_weight_of_two_is_the_target_twice():
+    model, (batch, _) = tiny.model(), _weighted()
+    loss = jax.jit(functools.partial(training.NextToken(), dtype=jnp.float32))
+    twice = {name: np.concatenate([x, x[1:2]]) for name, x in batch.items()}
+    weights = np.ones(batch["targets"].shape, np.float32)
+    weights[1] = 2
+    value, stats = loss(model, batch | {"loss_weights": weights})
+    wanted, counted = loss(model, twice)
+    assert float(value / stats.num_targets) == pytest.approx(float(wanted / counted.num_targets), rel=1e-6)
+
+
+def test_other_names_of_weights_are_errors():
+    with pytest.raises(ValueError, match=r"reads batch\['loss_weights'\], got 'token_weights': rename it"):
+        training.NextToken().check_names(tiny.batch() | {"token_weights": 1})
 
 
 @pytest.mark.parametrize("loss", [training.NextToken(), training.DFT()])

@@ -123,6 +123,19 @@ def losses():
     return jax.jit(loss), jax.jit(both)
 
 
+def test_weights_are_those_of_the_modules_targets_too(model, batch):
+    _, both = losses()
+    weights = jnp.asarray(np.random.default_rng(2).uniform(0, 2, (len(LENGTHS), SEQ)), jnp.float32)
+    plain = [both(model, batch | {"loss_weights": w})[0] for w in (weights, 2 * weights, jnp.ones_like(weights))]
+    balance = 2 * plain[0] - plain[1]  # layers' own losses, times the sum of the weights, are linear in them too
+    assert abs(float(balance)) < 1e-3 * abs(float(plain[0]))
+    assert float(plain[2]) == pytest.approx(float(both(model, batch)[0]), rel=1e-6)
+    # A weight on one token alone: its own target, and the modules' that are shifted onto it.
+    one = jnp.zeros_like(weights).at[0, 5].set(1)
+    total, stats = both(model, batch | {"loss_weights": one})
+    assert float(stats.num_targets) == 1 and float(total) > 0
+
+
 def test_the_loss_is_the_sum_over_what_documents_can_tell(model, batch, packed):
     plain, both = (f(model, batch) for f in losses())
     targets = np.asarray(batch["targets"])

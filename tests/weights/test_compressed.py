@@ -9,7 +9,8 @@ from flax import nnx
 
 import maxlib
 from maxlib import nn, ops, quantization
-from maxlib.models import llama
+from maxlib.__main__ import main
+from maxlib.models import llama, phi3
 from tests.models import parity
 
 CFG = llama.Config(
@@ -82,6 +83,14 @@ def test_formats_that_it_lacks_are_named(model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_writes_it(model, tmp_path):
+    maxlib.save_pretrained(model, tmp_path / "plain")
+    arguments = [str(tmp_path / "plain"), str(tmp_path / "small"), "--quantize", "int4", "--compressed-tensors"]
+    assert main(["convert", *arguments]) == 0
+    stated = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert stated["quant_method"] == "compressed-tensors" and stated["format"] == "pack-quantized"
+
+
 def test_several_formats_name_their_modules(model, tmp_path):
     rules = [
         quantization.Rule(None, match="layers.attn.o"),
@@ -97,3 +106,30 @@ def test_several_formats_name_their_modules(model, tmp_path):
     got = maxlib.from_pretrained(tmp_path / "mixed", keep_quantized=True)
     tokens = parity.tokens(CFG.vocab, 24)
     np.testing.assert_array_equal(parity.logits(got, tokens), parity.logits(small, tokens))
+
+
+def test_layers_in_different_formats_are_dequantized_and_named(model, tmp_path, caplog):
+    """Both are in one array of the model, which has one format."""
+    rules = [
+        quantization.Rule(quantization.INFERENCE["int8"], match="layers.mlp.*", layers=(0,)),
+        quantization.Rule(quantization.INFERENCE["int4"]),
+    ]
+    small = quantization.for_inference(model, rules)
+    maxlib.save_pretrained(small, tmp_path / "mixed", quantized="compressed-tensors")
+    got = maxlib.from_pretrained(tmp_path / "mixed", keep_quantized=True)
+    assert "read in full precision" in caplog.text and "layers.groups.0.0.mlp.up" in caplog.text
+    assert "attn" not in caplog.text
+    np.testing.assert_array_equal(
+        nn.variables(got)["layers.groups.0.0.mlp.up.w"].get_value(),
+        nn.variables(maxlib.from_pretrained(tmp_path / "mixed"))["layers.groups.0.0.mlp.up.w"].get_value(),
+    )
+
+
+def test_parts_of_a_fused_tensor_have_one_format(tmp_path):
+    cfg = phi3.Config(
+        vocab=64, num_layers=2, dim=64, mlp_dim=96, num_heads=2, num_kv_heads=1, head_dim=32, rope=CFG.rope
+    )
+    rules = [quantization.Rule(quantization.INFERENCE["int4"], match="layers.attn.q")]
+    small = quantization.for_inference(jax.jit(lambda: phi3.Phi3(cfg, rngs=nnx.Rngs(0)))(), rules)
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight must be quantized in one format, got"):
+        maxlib.save_pretrained(small, tmp_path / "fused", quantized="compressed-tensors")

@@ -1,8 +1,6 @@
-"""GGUF: a model read from a file with quantized tensors is the one whose tensors were quantized."""
+"""GGUF: what is written has the values that the package `gguf` computes, for transformers and when it is read again."""
 
-import importlib.util
-import json
-from pathlib import Path
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,66 +11,45 @@ from safetensors.numpy import load_file, save_file
 
 import maxlib
 from maxlib import nn, ops, weights
-from maxlib.models import llama
+from maxlib.__main__ import main
+from maxlib.models import llama, qwen3
+from maxlib.weights import _gguf_saving
 
 gguf = pytest.importorskip("gguf")
-EXAMPLE = Path(__file__).parents[2] / "examples/interop/export_gguf.py"
-CFG = llama.Config(
-    vocab=64,
-    num_layers=2,
-    dim=64,
-    mlp_dim=96,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    rope=ops.Rope(32, max_length=64),
-)
+SIZES = {"vocab": 64, "num_layers": 2, "dim": 64, "mlp_dim": 96, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+ROPE = ops.Rope(32, max_length=64)
 
 
 @pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("export_gguf", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def directories(tmp_path_factory):
+    @functools.cache
+    def saved(family, **more):
+        path = tmp_path_factory.mktemp("gguf") / family
+        module = {"llama": llama.Llama, "qwen3": qwen3.Qwen3}[family]
+        cfg = {"llama": llama.Config, "qwen3": qwen3.Config}[family](**SIZES, rope=ROPE, **more)
+        maxlib.save_pretrained(jax.jit(lambda: module(cfg, rngs=nnx.Rngs(0)))(), path)
+        return path
+
+    return saved
 
 
-def write(path, directory, example, kind, **more):
-    """The tensors of a directory in one type, under the names and in the order of llama.cpp."""
-    config = json.loads((directory / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
-    example.add_config(writer, config, 10_000.0)
-    for name, array in example.tensors(directory, config):
-        matrix = array.ndim == 2
-        data = gguf.quants.quantize(array, kind) if matrix else array
-        writer.add_tensor(name, data, raw_dtype=kind if matrix else None)
-    for name, array in more.items():
-        writer.add_tensor(name.replace("_", "."), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "model"
-    maxlib.save_pretrained(jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))(), path)
-    return path
-
-
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-def test_tensors_have_the_values_that_the_package_computes(kind, directory, example, tmp_path):
-    kind = getattr(gguf.GGMLQuantizationType, kind)
-    write(tmp_path / "model.gguf", directory, example, kind)
-    got = weights.from_gguf(tmp_path / "model.gguf")
-    plain = load_file(directory / "model.safetensors")
+def rounded(directory, dtype):
+    """The tensors of a directory with the values that a file of this type has."""
+    kind = gguf.GGMLQuantizationType[_gguf_saving.TYPES[dtype][0]]
     # Rounding is along the inputs, so it does not matter that rows are in another order.
-    rounded = {
-        n: gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind) if x.ndim == 2 else x for n, x in plain.items()
+    return {
+        n: gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind) if x.ndim == 2 else x
+        for n, x in load_file(directory / "model.safetensors").items()
     }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0", "q4_0", "q4_1"])
+def test_tensors_have_the_values_that_the_package_computes(dtype, directories, tmp_path):
+    directory = directories("llama")
+    weights.save_gguf(directory, tmp_path / "model.gguf", dtype=dtype)
+    got = weights.from_gguf(tmp_path / "model.gguf")
     (tmp_path / "want").mkdir()
-    save_file(rounded, tmp_path / "want" / "model.safetensors")
+    save_file(rounded(directory, dtype), tmp_path / "want" / "model.safetensors")
     (tmp_path / "want" / "config.json").write_text((directory / "config.json").read_text())
     want = maxlib.from_pretrained(tmp_path / "want", dtype=jnp.float32)
     assert got.cfg == want.cfg
@@ -80,15 +57,20 @@ def test_tensors_have_the_values_that_the_package_computes(kind, directory, exam
         np.testing.assert_array_equal(nn.variables(got)[path].get_value(), value.get_value(), err_msg=path)
 
 
-def test_what_is_not_of_the_model_is_named(directory, example, tmp_path):
-    write(
-        tmp_path / "more.gguf",
-        directory,
-        example,
-        gguf.GGMLQuantizationType.F32,
-        rope_freqs_weight=np.ones(16, np.float32),
-    )
-    with pytest.raises(ValueError, match=r"tensors that a llama does not read: rope\.freqs\.weight"):
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])
+def test_transformers_reads_the_same_tensors(family, directories, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    directory = directories(family)
+    assert main(["convert", str(directory), str(tmp_path / "model.gguf"), "--quantize", "q8_0"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    for name, tensor in rounded(directory, "q8_0").items():
+        np.testing.assert_array_equal(theirs.state_dict()[name].numpy(), tensor, err_msg=name)
+
+
+def test_what_is_not_of_the_model_is_named(directories, tmp_path):
+    weights.save_gguf(directories("llama", attention_bias=True), tmp_path / "more.gguf")
+    with pytest.raises(ValueError, match=r"tensors that a llama does not read: blk\.0\.attn_k\.bias"):
         weights.from_gguf(tmp_path / "more.gguf")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.write_header_to_file()
@@ -96,3 +78,22 @@ def test_what_is_not_of_the_model_is_named(directory, example, tmp_path):
     writer.close()
     with pytest.raises(ValueError, match="an architecture among llama, qwen2, qwen3, got 'mamba'"):
         weights.from_gguf(tmp_path / "other.gguf")
+
+
+def test_what_a_file_cannot_describe_is_refused(directories, tmp_path):
+    directory = directories("llama")
+    with pytest.raises(ValueError, match=r"dtype must be one of float32, .* got 'q4_k'"):
+        weights.save_gguf(directory, tmp_path / "model.gguf", dtype="q4_k")
+    config = (directory / "config.json").read_text()
+    for old, new, message in [
+        ('"llama"', '"mixtral"', "a model_type among llama, qwen2, qwen3, got 'mixtral'"),
+        ('"default"', '"yarn"', "a rope without scaling"),
+        ('"model_type"', '"quantization_config": {"quant_method": "awq"}, "model_type"', "got those of awq"),
+    ]:
+        assert old in config
+        (tmp_path / "config.json").write_text(config.replace(old, new))
+        with pytest.raises(ValueError, match=message):
+            weights.save_gguf(tmp_path, tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(FileExistsError, match="overwrite=True replaces it"):
+        weights.save_gguf(directory, tmp_path / "model.gguf")

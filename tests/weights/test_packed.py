@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maxlib.weights import HFConfig
+from maxlib.weights._kept import _Factor
 from maxlib.weights._packed import METHODS, unpacked
 from maxlib.weights.files import Header, find_tensors, write_file
 
@@ -227,6 +228,20 @@ def test_a_group_that_does_not_exist_is_an_error(tmp_path):
         read(tmp_path, tensors, quantization)
 
 
+def test_numbers_that_do_not_fit_the_stated_bits_are_not_kept(tmp_path):
+    """Symmetric numbers have the zero point 8, with which they are int4; another makes them -1 to 14."""
+    golden = load_file(GOLDEN / "gptq.safetensors")
+    tensors = {name.partition(".")[2]: t for name, t in golden.items() if name.startswith("4.")}
+    named = {f"x.{name}": array for name, array in (tensors | {"qzeros": np.zeros_like(tensors["qzeros"])}).items()}
+    headers = [Header(name, array.dtype, array.shape) for name, array in named.items()]
+    write_file(tmp_path / "model.safetensors", headers, iter(named.values()))
+    packed = unpacked(find_tensors(tmp_path), {"quant_method": "gptq", "bits": 4})["x.weight"]
+    assert packed.layout.qtype == "int4"
+    factor = _Factor(packed.path, packed.offset, packed.dtype, packed.shape, packed, scale=False)
+    with pytest.raises(ValueError, match=r"x\.weight must have values of int4, as its config.json says, got -1 to 14"):
+        factor.view()
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
@@ -237,6 +252,14 @@ def test_a_group_that_does_not_exist_is_an_error(tmp_path):
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemm"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "must be nf4"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format must be one of .*, got marlin-24"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "mixed-precision",
+                "config_groups": {"a": {"format": "pack-quantized"}, "b": {"format": "marlin-24"}},
+            },
+            "format must be one of .*, got marlin-24",
+        ),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "must be dense"),
         ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}}, "rotated"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"got \[64, 64\]"),

@@ -1,0 +1,188 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): rounds weights so that the outputs of a layer change least.
+
+Each column is rounded in turn, and its error is moved to the columns that are not rounded yet, by the covariance of the
+inputs. Layers are calibrated one after the other on the outputs of the quantized layers before them.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from maxlib import nn
+from maxlib.nn import sites
+from maxlib.nn.sites import Where
+from maxlib.quantization._apply import store
+from maxlib.quantization._formats import INFERENCE, Format, Rules, as_rules
+from maxlib.quantization._streaming import Inputs, Stream, formats_of, matrices, with_layers
+
+Model = TypeVar("Model")
+_MAXIMA = {"int4": 7, "int8": 127}
+_SHRINKS = np.linspace(0.6, 1.0, 17, dtype=np.float32)  # of a group's largest value, that are tried for its scale
+
+
+def gptq(
+    model: Model,
+    tokens: Sequence[Int[Any, "B T"]],
+    rules: Rules = "int4",
+    *,
+    damping: float = 0.01,
+    propagation: float = 0.5,
+    dtype: Any = jnp.float32,
+) -> Model:
+    """Returns a model as `for_inference` does, with weights that GPTQ rounds; experts are calibrated on their own rows.
+
+    Covariances of one layer are in memory at a time.
+
+        small = quantization.gptq(model, [tokens], "int8")
+
+    Args:
+        model: An `nn.Decoder` in full precision.
+        tokens: Batches of text, without padding; a few thousand tokens in all, like those that the model will read.
+        rules: As for `for_inference`, with weights in int4 or int8. Matrices outside of the layers, and those whose
+            groups run along their outputs, are rounded to nearest.
+        damping: Share of the mean variance of inputs that is added to each variance.
+        propagation: Share of the error of earlier layers that a matrix makes up for before it is rounded (QEP, Arai &
+            Ichikawa 2025, arXiv:2504.09629); 0 is GPTQ alone, and takes half of the passes.
+        dtype: Dtype of the computation.
+
+    Raises:
+        ValueError: as for `for_inference`, and for weights in another format.
+    """
+    rules = as_rules(rules, INFERENCE)
+    if wrong := [rule.format for rule in rules if rule.format is not None and rule.format.weights not in _MAXIMA]:
+        raise ValueError(f"GPTQ rounds to {' or '.join(_MAXIMA)}, got {wrong[0]}; for_inference rounds to every format")
+    decide = sites.Decisions(rules, lambda rule: rule.format)
+    stream, layers = Stream(model, tokens, dtype), []
+    exact = Stream(model, tokens, dtype) if propagation else None
+    for i, layer in stream:
+        records, _ = stream.record(i, layer, exact=exact)
+        formats = formats_of(layer, decide, i, stream.count)
+        layers.append(_quantized(layer, formats, records, damping, propagation))
+        stream.advance(i, layers[-1])
+
+    def outside(where: Where) -> Any:
+        return None if where.path.startswith("layers.") else decide(where)
+
+    def nearest(site: Any, format: Any, path: str, _: Any) -> Any:
+        return nn.stack.map_layers(lambda layer: store(layer, format, path), site)
+
+    new = sites.change_sites(model, outside, nearest)
+    decide.check()
+    return with_layers(new, layers)
+
+
+def _quantized(
+    layer: Any, formats: dict[str, Format | None], records: dict[str, Inputs], damping: float, propagation: float
+) -> Any:
+    """Returns a layer with its weights in the formats."""
+
+    def stored(path: str, site: Any) -> Any:
+        format = formats[path]
+        return site if format is None else _stored(site, format, path, records.get(path), damping, propagation)
+
+    return sites.map_sites(layer, stored)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "path", "damping", "propagation"))
+def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float, propagation: float) -> Any:
+    """Returns a layer with its weight in `format`, rounded by what it reads; to nearest if that is not known."""
+    stored = store(site, format, f"layers.{path}")
+    experts, outputs, inputs = sites.dimensions(site)
+    if read is None or -1 not in inputs:
+        return stored
+    order = [d % site.w.ndim for d in (*experts, *outputs, *inputs)]
+    back, shape = np.argsort(order), [site.w.shape[d] for d in order]
+    w = matrices(site)
+    if read.cross is not None:
+        w = _compensated(w, read.covariance, read.cross, damping, propagation)
+    values, scale = _rounded(w, read.covariance, format.weights, format.group or w.shape[-1], damping)
+    # [E, O, I] -> [.., outputs.., inputs..] -> the order of the weight
+    values = values.reshape(shape).transpose(back).astype(stored.w.quantized().qvalue.dtype)
+    # A scale for each group of the last dimension, or one for all inputs of an output.
+    groups = [*shape[:-1], shape[-1] // format.group] if format.group else [*shape[: -len(inputs)], *[1] * len(inputs)]
+    new = stored.w
+    new.values = new.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
+    new.scale = new.scale.replace(scale.reshape(groups).transpose(back).astype(new.scale.get_value().dtype))
+    return stored
+
+
+@functools.partial(jax.jit, static_argnames=("damping", "propagation"))
+def _compensated(
+    matrices: Float[Array, "E O I"],
+    covariance: Float[Array, "E I I"],
+    cross: Float[Array, "E I I"],
+    damping: float,
+    propagation: float,
+) -> Float[Array, "E O I"]:
+    """Moves matrices W towards those that make of the inputs x what W makes of the exact inputs y.
+
+    The least sum of (W y - V x)^2 has V = W C H^-1, with C = sum of y x^T and H = sum of x x^T.
+    """
+    factor = jax.scipy.linalg.cho_factor(jax.vmap(_damped, in_axes=(0, None))(covariance, damping))
+    change = jax.scipy.linalg.cho_solve(factor, jnp.swapaxes(matrices @ (cross - covariance), 1, 2))
+    return matrices + propagation * jnp.swapaxes(change, 1, 2)
+
+
+def _damped(covariance: Float[Array, "I I"], damping: float) -> Float[Array, "I I"]:
+    """Returns a covariance that can be inverted."""
+    variance = jnp.diagonal(covariance)
+    return covariance + jnp.diag(damping * jnp.mean(variance) + jnp.where(variance == 0, 1.0, 0.0))
+
+
+@functools.partial(jax.jit, static_argnames=("qtype", "group", "damping"))
+def _rounded(
+    matrices: Float[Array, "E O I"], covariances: Float[Array, "E I I"], qtype: str, group: int, damping: float
+) -> tuple[Float[Array, "E O I"], Float[Array, "E O G"]]:
+    """Returns the values and the scales of matrices with groups of `group` inputs."""
+    return jax.lax.map(lambda pair: _round(pair[0], pair[1], _MAXIMA[qtype], group, damping), (matrices, covariances))
+
+
+def _round(w: Array, covariance: Array, largest: int, group: int, damping: float) -> tuple[Array, Array]:
+    O, I = w.shape
+    # U with inverse(H) = U^T U: row i has the weights by which the error of column i moves to the columns after it.
+    # With the order of inputs reversed, H = L L^T, and the inverse of L reversed back is U.
+    lower = jnp.linalg.cholesky(_damped(covariance, damping)[::-1, ::-1])
+    upper = jax.lax.linalg.triangular_solve(lower, jnp.eye(I), left_side=True, lower=True)[::-1, ::-1]
+
+    def round_group(columns: Array, n: Array) -> tuple[Array, tuple[Array, Array]]:
+        start = n * group
+        block = jax.lax.dynamic_slice(columns, (start, 0), (group, O))
+        rows = jax.lax.dynamic_slice(upper, (start, 0), (group, I))
+        inner = jax.lax.dynamic_slice(rows, (0, start), (group, group))
+        # An error of column j costs (error / U_jj)^2 after the columns behind it have made up for it.
+        scale = _scale(block, 1 / jnp.diagonal(inner) ** 2, largest)
+
+        def round_column(block: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
+            column = block[j]
+            value = jnp.clip(jnp.round(column / scale), -largest - 1, largest)
+            error = (column - value * scale) / inner[j, j]
+            after = jnp.where(jnp.arange(group) > j, inner[j], 0.0)
+            return block - jnp.outer(after, error), (value, error)
+
+        _, (values, errors) = jax.lax.scan(round_column, block, jnp.arange(group))
+        later = jnp.where((jnp.arange(I) >= start + group)[None, :], rows, 0.0)
+        return columns - later.T @ errors, (values, scale)
+
+    # Columns are rows here, [I, O], so that each lies together.
+    _, (values, scale) = jax.lax.scan(round_group, w.T, jnp.arange(I // group))
+    # [G, g, O] -> [O, I] and [G, O] -> [O, G]
+    return values.reshape(I, O).T, scale.T
+
+
+def _scale(block: Float[Array, "g O"], cost: Float[Array, " g"], largest: int) -> Float[Array, " O"]:
+    """Returns the scale of each output with the least squared error, where `cost` is the factor of each column."""
+    most = jnp.max(jnp.abs(block), axis=0)
+
+    def error(shrink: Array) -> tuple[Array, Array]:
+        scale = (shrink * most / largest).astype(jnp.bfloat16).astype(jnp.float32)  # as it is stored
+        scale = jnp.where(scale > 0, scale, 1.0)
+        rounded = jnp.clip(jnp.round(block / scale[None]), -largest - 1, largest) * scale[None]
+        return cost @ (block - rounded) ** 2, scale
+
+    errors, scales = jax.lax.map(error, jnp.asarray(_SHRINKS))
+    return jnp.take_along_axis(scales, jnp.argmin(errors, axis=0)[None], axis=0)[0]

@@ -1,0 +1,101 @@
+"""vLLM on a CPU, and transformers, continue prompts as maxlib does, from quantized weights that maxlib wrote.
+
+vLLM needs an environment of its own, whose Python `MAXLIB_VLLM` names (tests/inference/test_vllm.py).
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxlib
+from maxlib import inference, ops, quantization
+from maxlib.models import llama
+
+PYTHON = os.environ.get("MAXLIB_VLLM")
+pytestmark = pytest.mark.full
+CFG = llama.Config(
+    vocab=64,
+    num_layers=2,
+    dim=64,
+    mlp_dim=96,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    rope=ops.Rope(32, max_length=256),
+)
+PROMPTS, COUNT = [[5, 9, 2], [11, 3, 4, 8, 60, 7], [1], [33, 21], [50, 2, 2], [17, 40, 30]], 16
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module", params=["int4", "int8_w8a8"])
+def written(request, tmp_path_factory):
+    """A quantized model with logits of a trained one's spread, and its directory."""
+    model = jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))()
+    model.head.w = model.head.w.replace(model.head.w[...] * 40)
+    small = quantization.for_inference(model, request.param)
+    path = tmp_path_factory.mktemp("vllm") / request.param
+    maxlib.save_pretrained(small, path, quantized="compressed-tensors")
+    return small, path
+
+
+def ours(model, ids, start):
+    """The log-probability of each id from `start` on, and the margin by which it leads."""
+    logits = model.logits(model(jnp.asarray([ids]), dtype=jnp.float32).hidden)[0, start - 1 : -1]
+    log_probs = np.asarray(jax.nn.log_softmax(logits))
+    chosen = np.asarray(ids[start:])
+    second = np.sort(log_probs, axis=-1)[:, -2]
+    return log_probs[np.arange(len(chosen)), chosen], log_probs.max(axis=-1) - second
+
+
+def check(model, answers):
+    """Equal greedy text, and log-probabilities within the format's rounding: that of activations, else of float32."""
+    generator = inference.Generator(model, dtype=jnp.float32)
+    texts = generator.generate(PROMPTS, max_new_tokens=COUNT)
+    exact, compared = quantization.full_precision(model), 0
+    for prompt, text, (ids, log_probs) in zip(PROMPTS, texts, answers, strict=True):
+        row = [*prompt, *ids]
+        want, margin = ours(model, row, len(prompt))
+        bound = max(2e-3, 1.5 * np.abs(want - ours(exact, row, len(prompt))[0]).max())
+        assert np.abs(np.asarray(log_probs) - want).max() < bound
+        unsure = np.flatnonzero(margin < 2 * bound)  # an id there may be another
+        count = int(unsure[0]) if len(unsure) else COUNT
+        assert list(ids)[:count] == list(text)[:count]
+        compared += count
+    assert compared >= COUNT, "the first ids must be clear, else nothing is compared"
+
+
+@pytest.mark.skipif(PYTHON is None, reason="MAXLIB_VLLM must be a Python with vLLM")
+def test_vllm_continues_as_we_do(written):
+    small, path = written
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | SETTINGS
+    reader = Path(__file__).with_name("vllm_reader.py")
+    command = [str(PYTHON), "-P", str(reader), str(path), "float32", str(COUNT), json.dumps(PROMPTS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("answers ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    answers = json.loads(lines[0].removeprefix("answers "))
+    check(small, [(answer["ids"], answer["log_probs"]) for answer in answers])
+
+
+def test_transformers_continues_as_we_do(written):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    small, path = written
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    answers = []
+    for prompt in PROMPTS:
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        with torch.no_grad():
+            log_probs = model(made).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        ids = made[0, len(prompt) :]
+        answers.append((ids.tolist(), log_probs[torch.arange(COUNT), ids].tolist()))
+    check(small, answers)
