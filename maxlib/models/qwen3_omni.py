@@ -22,7 +22,8 @@ from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, Fields, HFConfig, Ignore, Multimodal, Renamed, Table, fields, names
 
-Audio, Vision = audio.Audio, vision.Vision
+Audio = audio.Audio
+Vision = vision.Vision
 SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and column
 
 

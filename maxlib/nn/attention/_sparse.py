@@ -77,6 +77,8 @@ class SparseMLA(MLA):
     quantizable_cache: ClassVar[bool] = False
     kind: ClassVar[str | None] = "sparse MLA"
 
+    indexer: Any
+
     def __init__(
         self,
         dim: int,
@@ -94,7 +96,7 @@ class SparseMLA(MLA):
     ):
         super().__init__(dim, **options, rngs=rngs)
         if shared:
-            self.indexer: Any = None
+            self.indexer = None
         elif pool is not None:
             _check_pools(top_k, pool, index_loss)
             self.indexer = PooledIndexer(

@@ -63,6 +63,7 @@ def mrope_positions(
         inside = is_image if is_audio is None else is_image | (is_audio & real)
         first, last = _runs(inside, segment_ids)
         if times is None:
+            assert frame_step is not None
             time = frame_step * (image - jnp.take_along_axis(image, first, axis=1))
         else:
             of_image = jnp.take_along_axis(times, jnp.minimum(at.image, times.shape[1] - 1), axis=1)
