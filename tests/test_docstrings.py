@@ -33,6 +33,7 @@ from maxlib import (
     training,
 )
 from maxlib.models import llama
+from tests.data import test_megatron, test_webdataset
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
@@ -90,8 +91,8 @@ CONFIG = llama.Config(
     mlp_dim=64,
     num_heads=2,
     num_kv_heads=1,
-    head_dim=16,
-    rope=ops.Rope(16, max_length=64),
+    head_dim=32,
+    rope=ops.Rope(32, max_length=64),
 )
 
 
@@ -119,13 +120,19 @@ def surroundings(home) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> dict[str, Any]:
-    """The files that examples expect: a corpus, a tokenizer, tokenized documents, a model of the hub."""
+    """The files that examples expect: a corpus, a tokenizer, tokens in several formats, a model of the hub."""
     home = tmp_path_factory.mktemp("docstrings")
     small = trained()
     maxlib.save_pretrained(small["model"], home / "HuggingFaceTB" / "SmolLM2-135M")
     (home / "corpus").mkdir()
     (home / "corpus" / "a.txt").write_text("one two three " * 20)
-    tokenizer = tokenization.train_bpe(["one two three"], vocab_size=300)
+    (home / "tokens").mkdir()
+    np.arange(10_000, dtype=np.uint32).tofile(home / "tokens" / "a.npy")
+    test_megatron.write(home / "corpus_text_document", [np.arange(10_000)])
+    (home / "shards").mkdir()
+    test_webdataset.write(home / "shards" / "0.tar", {"a": {"txt": b"one two three"}})
+    marks = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    tokenizer = tokenization.train_bpe(["one two three"], vocab_size=300, special_tokens=("<bos>", "<eos>", *marks))
     documents = data.in_memory([list(range(1, 30))]).repeat()
     return small | {
         "home": home,
@@ -133,8 +140,10 @@ def home(tmp_path_factory) -> dict[str, Any]:
         "code": data.in_memory([[1, 2, 3]]),
         "datasets": types.SimpleNamespace(load_dataset=lambda *_, **__: types.SimpleNamespace(num_shards=1)),
         "documents": documents,
+        "steps": 1,
         "tokenize_one": lambda document: document,
         "tokenizer": tokenizer,
+        "train": data.text_files(home / "corpus"),
         "web": data.in_memory([[4, 5, 6]]),
     }
 

@@ -16,6 +16,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", default="bfloat16", help="of the computation (%(default)s)")
     parser.add_argument("--cache-dtype", metavar="DTYPE", help="of cached keys and values (that of the computation)")
     parser.add_argument("--num-drafts", metavar="N", type=int, default=0, help="drafts of n-grams (%(default)s)")
+    parser.add_argument("--cache-tokens", metavar="N", type=int, help="tokens for which there is memory (as needed)")
+    parser.add_argument("--tensor", metavar="N", type=int, default=1, help="devices to split the model over (1)")
     parser.add_argument(
         "--api-key-env", metavar="VARIABLE", default="MAXLIB_API_KEY",
         help="environment variable with the key that clients must send; none if it is not set (%(default)s)",
@@ -35,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         cache_dtype=args.cache_dtype,
         num_drafts=args.num_drafts,
+        cache_tokens=args.cache_tokens,
+        tensor=args.tensor,
         api_key=os.environ.get(args.api_key_env) or None,
     )
     return 0

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from maxlib.data._audio import AudioProcessor as AudioProcessor
     from maxlib.data._audio import LogMelProcessor as LogMelProcessor
     from maxlib.data._audio import WaveformProcessor as WaveformProcessor
+    from maxlib.data._audio import WhisperProcessor as WhisperProcessor
     from maxlib.data._bad_records import SkipBadRecords as SkipBadRecords
     from maxlib.data._documents import token_ids as token_ids
     from maxlib.data._fill_in_the_middle import fill_in_the_middle as fill_in_the_middle
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
     from maxlib.data._token_files import numpy_tokens as numpy_tokens
     from maxlib.data._tokenize import tokenize as tokenize
     from maxlib.data._tokenize import tokenize_chats as tokenize_chats
+    from maxlib.data._videos import Gemma4VideoProcessor as Gemma4VideoProcessor
+    from maxlib.data._videos import Qwen3VideoProcessor as Qwen3VideoProcessor
+    from maxlib.data._videos import Video as Video
+    from maxlib.data._videos import VideoProcessor as VideoProcessor
     from maxlib.data._workers import in_workers as in_workers
 
 __getattr__, __dir__ = lazy(__name__, __file__)

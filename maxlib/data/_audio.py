@@ -72,15 +72,25 @@ class AudioProcessor:
         """Reads the audio processor of a Hugging Face directory from its processor files and `config.json`.
 
         Returns:
+<<<<<<< HEAD
             The model's audio processor: an `AudioProcessor`; a `WaveformProcessor` for Gemma 4 12B, a `LogMelProcessor`
             for Qwen3-Omni.
+=======
+            The model's audio processor: an `AudioProcessor`, a `WaveformProcessor` for Gemma 4 12B, or a
+            `WhisperProcessor`.
+>>>>>>> main
 
         Raises:
             FileNotFoundError: when it has no such file.
             ValueError: when its model does not hear, or its sound is prepared in an unsupported way.
         """
         path, fields = read_processor(Path(directory), "feature_extractor", "sound")
+<<<<<<< HEAD
         kind, known = fields.get("feature_extractor_type"), (AudioProcessor, WaveformProcessor, LogMelProcessor)
+=======
+        kind = fields.get("feature_extractor_type")
+        known = AudioProcessor, WaveformProcessor, WhisperProcessor
+>>>>>>> main
         processor = next((cls for cls in known if cls.prepares == kind), None)
         if processor is None:
             names = ", ".join(cls.prepares for cls in known)
@@ -218,6 +228,7 @@ class WaveformProcessor(AudioProcessor):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+<<<<<<< HEAD
 class LogMelProcessor(AudioProcessor):
     """Makes log-mel frames of waveforms, as Hugging Face's feature extractor of Whisper and Qwen3-Omni does.
 
@@ -231,6 +242,21 @@ class LogMelProcessor(AudioProcessor):
 
     prepares: ClassVar[str] = "WhisperFeatureExtractor"
     fixed: ClassVar[Mapping[str, Any]] = {
+=======
+class WhisperProcessor(AudioProcessor):
+    """Makes log-mel frames of waveforms, as Hugging Face's feature extractor of Whisper does.
+
+    A clip is filled with silence to 30 seconds, which the encoder reads whole, so every clip has 3000 frames: 25 ms
+    every 10 ms. Bands are the logarithms of the energies of triangles of equal area on Slaney's mel scale, at most 80
+    dB below the loudest. There are no placeholders. A clip is the `audio` of a row: `nn.audio.Clips` of one clip.
+    """
+
+    num_bands: int = 80
+
+    prepares: ClassVar[str] = "WhisperFeatureExtractor"
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "chunk_length": 30,
+>>>>>>> main
         "dither": 0.0,
         "hop_length": _HOP,
         "n_fft": 400,
@@ -239,6 +265,7 @@ class LogMelProcessor(AudioProcessor):
     }
 
     @classmethod
+<<<<<<< HEAD
     def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "LogMelProcessor":
         ids = config.get("thinker_config", config)
         return cls(
@@ -271,6 +298,31 @@ class LogMelProcessor(AudioProcessor):
     def placeholders(self, length: int | np.integer) -> list[int]:
         """Returns the ids that stand for a clip with so many frames, between those of the template."""
         return [self.audio_token] * self.num_tokens(int(length))
+=======
+    def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "WhisperProcessor":
+        return cls(num_bands=fields.get("feature_size", 80))
+
+    @property
+    def min_samples(self) -> int:
+        """Samples of the shortest clip."""
+        return 1
+
+    def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
+        """Returns the frames of a clip, of float32 samples."""
+        padded = np.pad(np.pad(samples, (0, self.max_samples - len(samples))), 200, mode="reflect")
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 400)[::_HOP][:-1]
+        hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)).astype(np.float32)
+        # [F, window] -> [F, frequencies] -> [F, M]
+        energies = np.abs(np.fft.rfft(windows * hann, axis=-1)) ** 2
+        bands = np.log10(np.maximum(energies @ _slaney_bands(self.num_bands, self.rate), 1e-10))
+        return ((np.maximum(bands, bands.max() - 8) + 4) / 4).astype(np.float32)
+
+    def placeholders(self, length: int | np.integer) -> list[int]:
+        """Raises ValueError: the decoder attends to the encoder's output, which takes no places of tokens."""
+        raise ValueError(
+            "Whisper hears by cross-attention, without placeholders: pass the clips as audio= of the model"
+        )
+>>>>>>> main
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, int]:
@@ -306,6 +358,20 @@ def _triangles(edges: Float[np.ndarray, " M2"], hertz: Float[np.ndarray, " n"]) 
     steps, widths = hertz[:, None] - edges[None], np.diff(edges)[None]  # [n, M + 2], [1, M + 1]
     rising, falling = steps[:, :-2] / widths[:, :-1], -steps[:, 2:] / widths[:, 1:]
     return np.maximum(0, np.minimum(rising, falling))
+
+
+@functools.cache
+def _slaney_bands(count: int, rate: int) -> Float[np.ndarray, "frequencies M"]:
+    """Returns the weights of frequencies in each band of Slaney's scale, 3 mels for 200 Hz up to 1000 Hz, then
+    logarithmic; triangles of equal area.
+    """
+    per_octave = 27 / np.log(6.4)  # mels of a factor of e above 1000 Hz, which has 15
+    mels = np.linspace(0, 15 + per_octave * np.log(rate / 2 / 1000), count + 2)
+    edges = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp((mels - 15) / per_octave))  # in hertz
+    steps = np.linspace(0, rate // 2, 201)[:, None] - edges[None]
+    widths = np.diff(edges)[None]
+    triangles = np.minimum(steps[:, :-2] / widths[:, :-1], -steps[:, 2:] / widths[:, 1:])
+    return np.maximum(0, triangles) * 2 / (edges[2:] - edges[:-2])
 
 
 def read_wave(path: str | os.PathLike) -> dict[str, Any]:

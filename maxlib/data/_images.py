@@ -83,7 +83,7 @@ class ImageProcessor:
     @classmethod
     def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "ImageProcessor":
         """Reads the fields of the image processor in `path`, and of the model's config.json."""
-        smallest, largest = (_pixels(path, fields, *names) for names in _SIZES)
+        smallest, largest = (pixels_field(path, fields, *names) for names in _SIZES)
         return cls(
             image_token=config.get("thinker_config", config)["image_token_id"],
             patch_size=fields["patch_size"],
@@ -139,20 +139,8 @@ class ImageProcessor:
         return Patches(np.zeros((patches, self.patch_dim), np.float32), np.zeros((size, 3), np.int32))
 
     def _resized(self, image: Any) -> Any:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ImportError("reading images needs Pillow: pip install 'maxlib[images]'") from error
-
-        if isinstance(image, str | os.PathLike):
-            with Image.open(image) as file:
-                return self._resized(file.convert("RGB"))
-        if isinstance(image, np.ndarray):
-            if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-                raise ValueError(f"an array must be `H W 3` of uint8, got {image.shape} of {image.dtype}")
-            image = Image.fromarray(image)
-        height, width = self.size(image.height, image.width)
-        return image.convert("RGB").resize((width, height), resample=Image.Resampling.BICUBIC)
+        picture = open_image(image)
+        return resize(picture, *self.size(picture.height, picture.width))
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that an image is resized to."""
@@ -168,6 +156,28 @@ class ImageProcessor:
             by = (self.min_pixels / (height * width)) ** 0.5
             near = [int(np.ceil(length * by / side)) * side for length in (height, width)]
         return near[0], near[1]
+
+
+def open_image(image: Any) -> Any:
+    """Returns a file, an image of Pillow or an array `H W 3` of bytes as an image of Pillow in RGB."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("reading images needs Pillow: pip install 'maxlib[images]'") from error
+
+    if isinstance(image, str | os.PathLike):
+        with Image.open(image) as file:
+            return file.convert("RGB")
+    if isinstance(image, np.ndarray):
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+            raise ValueError(f"an array must be `H W 3` of uint8, got {image.shape} of {image.dtype}")
+        image = Image.fromarray(image)
+    return image.convert("RGB")
+
+
+def resize(image: Any, height: int, width: int) -> Any:
+    """Returns an image of Pillow in another size."""
+    return image.resize((width, height), resample=_BICUBIC)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -328,7 +338,7 @@ def _check_same(path: Path, wanted: Mapping[str, int], fields: Mapping[str, Any]
 _SIZES = (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
 
 
-def _pixels(path: Path, fields: Mapping[str, Any], name: str, old: str) -> int:
+def pixels_field(path: Path, fields: Mapping[str, Any], name: str, old: str) -> int:
     """Reads a number of pixels: the "edges" are areas here."""
     pixels = fields.get(old) or (fields.get("size") or {}).get(name)
     if not isinstance(pixels, int):
@@ -369,19 +379,16 @@ def find_parts(document: Document, kind: str) -> list[Any]:
 
     Args:
         document: A document with messages.
-        kind: "image" or "audio", whose parts are `{"type": kind, kind: ...}`, or have `path` instead.
+        kind: "image", "video" or "audio", whose parts are `{"type": kind, kind: ...}`, or have `path` instead.
 
     Raises:
-        ValueError: for an address on the web, and for videos.
+        ValueError: for an address on the web.
     """
     contents = []
     for message in document["messages"]:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            part_type = part.get("type") if isinstance(part, Mapping) else None
-            if part_type == "video":
-                raise ValueError("a chat may have images, not videos: give frames as images")
-            if part_type == kind:
+            if isinstance(part, Mapping) and part.get("type") == kind:
                 contents.append(_content(part, kind))
     folder = document.get("folder", "")
     return [Path(folder, content) if isinstance(content, str | os.PathLike) else content for content in contents]
@@ -395,21 +402,25 @@ def _content(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def expand(
-    tokens: np.ndarray, targets: np.ndarray, token: int, placeholders: Sequence[Sequence[int]], kind: str = "image"
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    token: int | Sequence[int],
+    placeholders: Sequence[Sequence[int]],
+    kind: str = "image",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Replaces the placeholder of each image or clip by its ids; none of them is a target.
+    """Replaces the placeholder of each image, frame or clip by its ids; none of them is a target.
 
     Args:
         tokens: Ids with one placeholder for each.
         targets: The target of each token.
-        token: Id of the placeholder.
+        token: Id of the placeholder; several if there are images and frames.
         placeholders: The ids of each image or clip.
         kind: What they are, for the message.
 
     Raises:
         ValueError: when the number of placeholders differs from that of images or clips.
     """
-    at = np.flatnonzero(tokens == token)
+    at = np.flatnonzero(np.isin(tokens, token))
     if len(at) != len(placeholders):
         what = "images" if kind == "image" else "clips"
         raise ValueError(f"the template wrote {len(at)} {kind} placeholders for {len(placeholders)} {what}")
@@ -420,5 +431,5 @@ def expand(
         written[end - len(ids) : end] = ids
     out = np.full(len(written), -1, np.int32)
     out[ends - 1] = targets  # the last id of an image predicts the next token
-    out[out == token] = -1
+    out[np.isin(out, token)] = -1
     return written, out

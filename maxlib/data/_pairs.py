@@ -123,7 +123,7 @@ def _answered(
     if not is_messages(messages) or messages[-1]["role"] != "assistant":
         roles = [message.get("role") for message in messages] if is_messages(messages) else messages
         raise ValueError(f"the compared answer must be the last message, of the role 'assistant', got {roles!r:.200}")
-    return with_targets({**document, "messages": messages}, tokenizer, template, "last", images, audio)
+    return with_targets({**document, "messages": messages}, tokenizer, template, "last", images=images, audio=audio)
 
 
 def _pair(

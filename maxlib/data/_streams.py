@@ -46,7 +46,7 @@ class Stream:
 class WebDataset(Stream):
     """Samples of tar files in the format of WebDataset, read in order, also from a bucket.
 
-        source = tokenize(WebDataset("s3://bucket/shards/*.tar", epochs=None, seed=0), tokenizer)
+        source = tokenize(WebDataset("shards/*.tar", epochs=None, seed=0), tokenizer)
         loader = Loader(lambda part: pack(source[part], length=512), batch_size=8)
 
     Consecutive files whose names agree up to the first dot are a sample, a document by the rest of the names: `txt`

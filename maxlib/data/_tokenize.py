@@ -1,8 +1,8 @@
 """Tokenizes text, and chats, with targets on the turns to learn."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import grain
 import numpy as np
@@ -11,7 +11,11 @@ from maxlib.data._audio import AudioProcessor
 from maxlib.data._documents import Document, is_messages, is_weight, map_named, token_ids
 from maxlib.data._images import ImageProcessor, expand, find_parts
 from maxlib.data._streams import Stream
+from maxlib.data._videos import VideoProcessor
 from maxlib.tokenization import ChatTemplate
+
+if TYPE_CHECKING:
+    from maxlib.nn.vision import Patches
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -93,6 +97,7 @@ def tokenize_chats(
     learn: Literal["assistant", "last"] | Chooses = "assistant",
     turn_weights: bool = False,
     images: ImageProcessor | None = None,
+    videos: VideoProcessor | None = None,
     audio: AudioProcessor | None = None,
 ) -> grain.MapDataset[Document]:
     """Adds `"tokens"` and `"targets"` to every document with `"messages"`; targets are -1 outside learned turns.
@@ -103,8 +108,10 @@ def tokenize_chats(
 
     With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
     "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; the template's
-    placeholder of an image is replaced by the ids of the image processor. `pack` puts them into rows. With `audio`,
-    parts `{"type": "audio", "audio": ...}` become `"audio"`, the `nn.audio.Clips` of the document, in the same way.
+    placeholder of an image is replaced by the ids of the image processor. `pack` puts them into rows. With `videos`,
+    parts `{"type": "video", "video": ...}` become images as well, one for each group of frames, in the order of the
+    chat; times that a model reads are written into the text. With `audio`, parts `{"type": "audio", "audio": ...}`
+    become `"audio"`, the `nn.audio.Clips` of the document, in the same way.
 
     Args:
         documents: Chats, such as those of `chats`.
@@ -116,6 +123,7 @@ def tokenize_chats(
             `"loss_weights"`, the weight of each target; a turn of weight 0 is not learned. Pack them with
             `loss_weights=True`.
         images: Image processor, for models that read images.
+        videos: Video processor, for models that read videos.
         audio: Audio processor, for models that hear.
 
     Raises:
@@ -126,7 +134,7 @@ def tokenize_chats(
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
 
     def tokenized(document: Document, _: int) -> Document:
-        chat = with_targets(document, tokenizer, template, learn, images, audio, turn_weights=turn_weights)
+        chat = with_targets(document, tokenizer, template, learn, images, videos, audio, turn_weights=turn_weights)
         return with_tokens(document, chat)
 
     return map_named(documents, tokenized, "chat")
@@ -138,6 +146,7 @@ def with_targets(
     template: ChatTemplate,
     learn: str | Chooses,
     images: ImageProcessor | None = None,
+    videos: VideoProcessor | None = None,
     audio: AudioProcessor | None = None,
     *,
     turn_weights: bool = False,
@@ -158,19 +167,21 @@ def with_targets(
         raise ValueError(f"messages have the weights {weights}: give turn_weights=True, or remove them")
     variables = {name: document[name] for name in ("tools", "documents") if name in document}
     text, spans = _rendered(template, messages, chosen, variables)
+    films, text, spans = _with_times(document, tokenizer, text, spans, videos)
     encoded = tokenizer.encode(text, add_special_tokens=False)
     tokens = np.array(encoded.ids, np.int32)
     targets = np.where(_learned(encoded.offsets, spans)[1:], tokens[1:], np.int32(-1))
     if not (targets >= 0).any():
         raise ValueError("the chosen turns have no tokens")
-    row = _with_images(document, tokens, np.append(targets, np.int32(-1)), images)
+    row = _with_images(document, tokens, np.append(targets, np.int32(-1)), images, videos, films)
     row |= _with_audio(document, row["tokens"], row["targets"], audio)
     if turn_weights:
         row["loss_weights"] = np.zeros(len(row["tokens"]), np.float32)
         # [len(targets)] -> [len(row)]: images and clips add tokens, but the learned targets keep their order.
-        media = [getattr(images, "image_token", -1), getattr(audio, "audio_token", -1)]  # which are no targets
+        placeholders = [part.image_token for part in (images, videos) if part is not None]  # which are no targets
+        placeholders += [] if audio is None else [audio.audio_token]
         by_target = _weights_of(encoded.offsets, spans, [weights[i] for i in chosen])[1:]
-        row["loss_weights"][row["targets"] >= 0] = by_target[(targets >= 0) & ~np.isin(targets, media)]
+        row["loss_weights"][row["targets"] >= 0] = by_target[(targets >= 0) & ~np.isin(targets, placeholders)]
     return row
 
 
@@ -179,20 +190,74 @@ def backend(tokenizer: Any) -> Any:
     return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
+def _with_times(
+    document: Document, tokenizer: Any, text: str, spans: list[Span], videos: VideoProcessor | None
+) -> tuple[list["Patches"], str, list[Span]]:
+    """Returns the frames of all videos, and the text with a placeholder, and perhaps the time, of each frame.
+
+    Each video has one placeholder in `text`; `spans` of characters move with what is written in its place.
+    """
+    sources = find_parts(document, "video")
+    if videos is None:
+        if sources:
+            raise ValueError(f"the chat has {len(sources)} videos: pass videos=data.VideoProcessor.from_directory(...)")
+        return [], text, spans
+    films = [videos.frames_of(source) for source in sources]
+    name = tokenizer.id_to_token(videos.image_token)
+    pieces = text.split(name)
+    if len(pieces) - 1 != len(films):
+        raise ValueError(f"the template wrote {len(pieces) - 1} video placeholders for {len(films)} videos")
+    written, moves = pieces[0], []
+    for (_, times), piece in zip(films, pieces[1:], strict=True):
+        frames = videos.text(times, tokenizer.id_to_token)
+        moves.append((len(written) - sum(by for _, by in moves), len(frames) - len(name)))
+        written += frames + piece
+
+    def moved(place: int) -> int:
+        # What is written belongs to the span that its placeholder belongs to.
+        return place + sum(by for start, by in moves if start < place)
+
+    return [patches for patches, _ in films], written, [(moved(begin), moved(end)) for begin, end in spans]
+
+
 def _with_images(
-    document: Document, tokens: np.ndarray, targets: np.ndarray, images: ImageProcessor | None
+    document: Document,
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    images: ImageProcessor | None,
+    videos: VideoProcessor | None,
+    films: "Sequence[Patches]",
 ) -> Document:
     pictures = find_parts(document, "image")
-    if images is None:
-        if pictures:
-            raise ValueError(
-                f"the chat has {len(pictures)} images: pass images=data.ImageProcessor.from_directory(...)"
-            )
+    if images is None and pictures:
+        raise ValueError(f"the chat has {len(pictures)} images: pass images=data.ImageProcessor.from_directory(...)")
+    if images is None and videos is None:
         return {"tokens": tokens, "targets": targets}
-    patches = images.join([images(picture) for picture in pictures])
-    placeholders = [images.placeholders(grid) for grid in patches.grids.tolist()]
-    tokens, targets = expand(tokens, targets, images.image_token, placeholders)
-    return {"tokens": tokens, "targets": targets, "images": patches}
+    kinds: list[tuple[ImageProcessor, list["Patches"]]] = []
+    if images is not None:
+        kinds.append((images, [images(picture) for picture in pictures]))
+    if videos is not None:
+        kinds.append((videos, list(films)))
+    # Images and frames, as iterators of patches with one grid each, in the order of their placeholders.
+    waiting = {kind.image_token: (kind, _each(kind.join(patches))) for kind, patches in kinds}
+    ordered, placeholders = [], []
+    for token in tokens[np.isin(tokens, list(waiting))].tolist():
+        kind, each = waiting[token]
+        if (patches := next(each, None)) is not None:
+            ordered.append(patches)
+        placeholders.append([token] if patches is None else kind.placeholders(np.asarray(patches.grids[0])))
+    if (left := sum(len(list(each)) for _, each in waiting.values())) or len(ordered) != len(placeholders):
+        count = len(ordered) + left
+        raise ValueError(f"the template wrote {len(placeholders)} image placeholders for {count} images")
+    tokens, targets = expand(tokens, targets, list(waiting), placeholders)
+    return {"tokens": tokens, "targets": targets, "images": kinds[0][0].join(ordered)}
+
+
+def _each(patches: "Patches") -> "Iterator[Patches]":
+    """Yields each image of `patches`."""
+    ends = np.cumsum([0, *patches.grids.prod(axis=1)])
+    for grid, start, end in zip(patches.grids, ends, ends[1:], strict=False):
+        yield type(patches)(patches.pixels[start:end], grid[None])
 
 
 def _with_audio(document: Document, tokens: np.ndarray, targets: np.ndarray, audio: AudioProcessor | None) -> Document:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from maxlib.inference._chat import Chat as Chat
     from maxlib.inference._chat import stop_tokens as stop_tokens
     from maxlib.inference._continuous import LocalEngine as LocalEngine
-    from maxlib.inference._continuous import LogitsProcessor as LogitsProcessor
-    from maxlib.inference._continuous import Request as Request
+    from maxlib.inference._denoise import Denoised as Denoised
+    from maxlib.inference._denoise import denoise as denoise
     from maxlib.inference._engine import Completion as Completion
     from maxlib.inference._engine import Engine as Engine
     from maxlib.inference._generate import Generator as Generator
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from maxlib.inference._openai import openai_app as openai_app
     from maxlib.inference._processors import Grammar as Grammar
     from maxlib.inference._processors import LogitBias as LogitBias
+    from maxlib.inference._requests import LogitsProcessor as LogitsProcessor
+    from maxlib.inference._requests import Request as Request
     from maxlib.inference._sampling import GREEDY as GREEDY
     from maxlib.inference._sampling import Sampler as Sampler
     from maxlib.inference._serve import serve as serve

@@ -1,30 +1,30 @@
 """Continuous batching (Orca, Yu et al. 2022): a batch of slots; when a row ends, its slot gets the next prompt."""
 
-import asyncio
 import collections
 import contextlib
 import contextvars
 import dataclasses
 import functools
 import itertools
-import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from maxlib import nn
 from maxlib.inference._arguments import Ids, Prompts, StopIds, check_limits, check_prompts, check_stop, integer
-from maxlib.inference._engine import Completion, FinishReason
+from maxlib.inference._drafts import check_drafter, check_rewinds, draft_tokens
+from maxlib.inference._engine import Completion
 from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
+    Packed,
     cast_matrices,
     check_inputs,
     check_length,
@@ -32,149 +32,75 @@ from maxlib.inference._generate import (
     right_padded,
     shared_capacity,
 )
-from maxlib.inference._ngrams import NGrams
+from maxlib.inference._pages import (
+    NOWHERE,
+    Blocks,
+    Caches,
+    Making,
+    Paging,
+    gather_view,
+    read_row,
+    table_of,
+    with_blocks,
+)
+from maxlib.inference._requests import (
+    SHORTEST_PREFIX,
+    LogitsProcessor,
+    Options,
+    Request,
+    bias_of,
+    common_length,
+    features_of,
+    have_equal_inputs,
+    inputs_by_prompt,
+    power_of_two,
+    settings_of,
+)
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 from maxlib.inference._slots import (
-    Caches,
     Draws,
     Features,
     History,
-    Making,
     Settings,
     Slots,
     empty_slots,
     extend,
-    grown,
     insert,
     prefill,
     score_tokens,
+    split_key,
     step,
-    take_row,
 )
 from maxlib.inference._text import StopTexts
 
-LogitsProcessor = Callable[["Request"], Float[np.ndarray, " V"]]
-_SHORTEST_PREFIX = 16  # tokens that are worth copying instead of computing them
-
-
-class Request:
-    """A completion in progress, made by `LocalEngine.submit`.
-
-    Iterate over it for its tokens as they are drawn, with `for` or `async for`; `result` waits for its end.
-
-    Attributes:
-        prompt: Ids of the prompt.
-        tokens: Ids drawn so far.
-        log_probs: Their log-probabilities, as in `Completion`.
-        best: For each of them the best tokens and their log-probabilities, best first; empty without `alternatives`.
-        finish_reason: None until it has ended.
-        cached: Number of tokens of the prompt that did not have to be computed.
-    """
-
-    def __init__(
-        self,
-        engine: "LocalEngine",
-        prompt: list[int],
-        inputs: dict[str, Any],
-        limit: int,
-        key: np.ndarray,
-        sampler: Sampler,
-        stop_token_ids: frozenset[int],
-        stop_texts: StopTexts | None,
-        processors: tuple[LogitsProcessor, ...],
-        alternatives: int,
-    ):
-        self._engine, self.prompt, self._inputs, self._limit, self._key = engine, prompt, inputs, limit, key
-        self._sampler, self._stop, self._stop_texts = sampler, stop_token_ids, stop_texts
-        self._processors, self._alternatives = processors, alternatives
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.best: list[tuple[list[int], list[float]]] = []
-        self.finish_reason: FinishReason | None = None
-        self.cached = 0
-        self._issued = 0  # number of draws started for it; their tokens arrive later
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self._notify: Callable[[], Any] | None = None
-        self._ngrams: NGrams | None = None
-
-    @property
-    def done(self) -> bool:
-        """Returns whether it has ended, was cancelled or failed."""
-        return self.finish_reason is not None or self._error is not None
-
-    def cancel(self) -> None:
-        """Ends it without a result; its slot is free in the next step."""
-        self._cancelled = True
-
-    def result(self) -> Completion:
-        """Runs the engine until this completion has ended, and returns it.
-
-        Raises:
-            RuntimeError: when it was cancelled.
-        """
-        collections.deque(self, maxlen=0)
-        assert self.finish_reason is not None
-        return Completion(self.tokens, self.log_probs, self.finish_reason, self._sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yields tokens; runs the engine, with all its requests, while there is no new one."""
-        for count in itertools.count():
-            while len(self.tokens) <= count and not self.done:
-                self._engine.step()
-            if self._error is not None:
-                raise self._error
-            if len(self.tokens) <= count:
-                return
-            yield self.tokens[count]
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        """Yields tokens, while a thread runs the engine. A request whose iterator is closed is cancelled."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        self._notify = functools.partial(loop.call_soon_threadsafe, news.set)
-        self._engine.run_in_background()
-        try:
-            for count in itertools.count():
-                while len(self.tokens) <= count and not self.done:
-                    news.clear()
-                    if len(self.tokens) <= count and not self.done:  # both may have changed before `clear`
-                        await news.wait()
-                if self._error is not None:
-                    raise self._error
-                if len(self.tokens) <= count:
-                    return
-                yield self.tokens[count]
-        finally:
-            self.cancel()
-
-    def _add(self, token: int, log_prob: float) -> None:
-        """Appends a token, which may be the last one."""
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        if token in self._stop or (self._stop_texts is not None and self._stop_texts.end(self.tokens)):
-            self.finish_reason = "stop"
-        elif len(self.tokens) == self._limit:
-            self.finish_reason = "length"
-
-    def _tell(self) -> None:
-        if self._notify is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._notify()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self._tell()
+_FEWEST_ROWS = 8  # of a step, unless the engine has fewer slots: each number of rows is a program
 
 
 @dataclasses.dataclass
 class _Prefill:
-    """A prompt that is being computed, chunk by chunk."""
+    """A text that is being computed, chunk by chunk: a prompt, and what was drawn of it before its blocks were needed.
+
+    Attributes:
+        request: Whose text it is.
+        text: The text.
+        slot: The slot that it will have.
+        shared: Blocks that have its beginning.
+        num_blocks: Number of blocks for which `caches` has room.
+        caches: Caches of one row.
+        hidden: Hidden state of its last token.
+        num_done: Number of tokens computed.
+        routes: Their routes in pieces, if they are recorded.
+    """
 
     request: Request
+    text: list[int]
     slot: int
+    shared: list[int]
+    num_blocks: int
     caches: Caches | None = None
     hidden: Any = None
     num_done: int = 0
+    routes: list[Any] = dataclasses.field(default_factory=list)
 
 
 class _Turns:
@@ -192,11 +118,12 @@ class _Turns:
 
 
 class _Drawing(NamedTuple):
-    """A row that draws in a step: its index among the step's rows, and its slot."""
+    """A row that draws in a step: its index among the step's rows, its slot, and the version of the weights."""
 
     index: int
     slot: int
     row: Request
+    version: int
 
 
 class LocalEngine:
@@ -207,6 +134,9 @@ class LocalEngine:
     prompt is reused: a common system prompt, or the turns of a conversation so far. Samples of a row only depend on its
     key, not on its slot, other rows or reuse. To run on several devices, call it inside `sharding.use(layout)`.
 
+    Rows take memory in blocks of 64 tokens as they grow, and share those of a common beginning. While there is no free
+    block, requests wait; when a row needs one, the newest row gives back its blocks and is computed again later.
+
         engine = inference.LocalEngine(model, slots=4)
         groups = engine.generate([[1, 2, 3], [4, 5]], num_samples=2, max_new_tokens=2)  # two of each prompt
         request = engine.submit([1, 2, 3], max_new_tokens=2)  # runs beside other requests
@@ -216,8 +146,10 @@ class LocalEngine:
     Args:
         model: Any `nn.Model`.
         slots: Number of rows decoded at once.
-        capacity: Maximum number of tokens in a slot, including the prompt; by default as many as its requests need,
-            rounded up: slots grow when a longer request arrives.
+        capacity: Maximum number of tokens in a row, including the prompt; by default as many as its requests need.
+        cache_tokens: Number of tokens for which there is memory, of running rows and of texts kept for reuse. By
+            default as many as `slots` rows of the longest request need, and more when a longer one arrives; and the
+            engine keeps a copy of what a step reads, instead of gathering it from blocks in each step.
         chunk: Number of tokens of prompts computed between two decoding steps. Longer prompts are computed in chunks,
             so that running rows need not wait for them.
         reuse: False computes every prompt anew, except for completions of one prompt.
@@ -225,12 +157,14 @@ class LocalEngine:
         drafter: What drafts: "ngram" takes the tokens after the last occurrence of the row's last tokens in its text;
             "mtp" the model's own MTP module, with `num_drafts=1`; or a model that drafts for this one
             (`nn.mtp.Drafter`), such as a `models.gemma4_assistant.Gemma4Assistant`.
+        record_routes: True records the experts of each token in `Completion.routes`, for models with experts.
         tokenizer: Tokenizer for `stop`, texts that end a completion.
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`.
         seed: Seed of the random keys of calls without a key.
 
-    Attributes: `num_steps`, the decoding steps so far; `num_drafted` and `num_accepted`, the drafts in them.
+    Attributes: `num_steps`, the decoding steps so far; `num_drafted` and `num_accepted`, the drafts in them; `version`
+    of the weights, 0 until the first update.
 
     Raises:
         ValueError: when a layer's cache cannot be addressed by row, the model or drafter does not draft, or a rejected
@@ -243,10 +177,12 @@ class LocalEngine:
         *,
         slots: SupportsIndex = 8,
         capacity: SupportsIndex | None = None,
+        cache_tokens: SupportsIndex | None = None,
         chunk: SupportsIndex = 512,
         reuse: bool = True,
         num_drafts: SupportsIndex = 0,
         drafter: Any = "ngram",
+        record_routes: bool = False,
         tokenizer: Any = None,
         dtype: Any = jnp.bfloat16,
         cache_dtype: Any = None,
@@ -263,11 +199,16 @@ class LocalEngine:
         self._splits = not needs_length and not any(mask.prefix for mask in getattr(model, "masks", ()))
         self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
         if self.num_drafts:
-            _check_drafter(model, drafter, self.num_drafts)
-            self._drafter = None if isinstance(drafter, str) else cast_matrices(nn.unstack(drafter), dtype)
-            self._check_rewinds(needs_length)
+            check_drafter(model, drafter, self.num_drafts)
+            self._drafter = None if isinstance(drafter, str) else Packed.of(cast_matrices(nn.unstack(drafter), dtype))
+            check_rewinds(model, self._cache_shapes(self.num_drafts), needs_length=needs_length)
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
-        self.num_steps, self.num_drafted, self.num_accepted = 0, 0, 0
+        self._block = Paging.of(model, self._making(1 << 20)).block
+        self.cache_tokens = None if cache_tokens is None else integer("cache_tokens", cache_tokens, least=self._block)
+        if self.cache_tokens is not None:
+            self.cache_tokens -= self.cache_tokens % self._block
+        self.num_steps, self.num_drafted, self.num_accepted, self.version = 0, 0, 0, 0
+        self.record_routes = record_routes
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()  # other threads may submit
         self._turns = _Turns()
         self._driver: threading.Thread | None = None
@@ -279,49 +220,52 @@ class LocalEngine:
         """Empties all slots and queues."""
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: list[Request | None] = [None] * self.slots
-        self._cached: list[Request | None] = [None] * self.slots  # whose tokens the slots' caches hold
+        self._cached: list[Request] = []  # rows whose tokens blocks hold, the least recently used first
+        self._owners: list[Request | None] = [None] * self.slots  # whose state a slot holds
         self._last_use = [0] * self.slots
         self._clock = itertools.count(1)
         self._job: _Prefill | None = None
         self._prompt: _Prefill | None = None  # the last prompt that was computed
-        self._size = 0  # tokens of a slot
+        self._size = 0  # maximum number of tokens in a row
+        self._width, self._last_slots = 0, list[int]()  # blocks of a row, and slots, in the last step
+        self._blocks = Blocks()
+        self._paging: Paging | None = None
         self._state: Slots | None = None
         self._features = Features()
+        self._rows_of_settings: list[Request | None] = []
+        self._settings: Settings | None = None
         self._pending: collections.deque[tuple[list[_Drawing], Draws]] = collections.deque()
 
-    def _making(self, capacity: int, num_drafts: int) -> Making:
+    def _making(self, capacity: int) -> Making:
         """Returns how caches of a capacity are made."""
-        return Making(capacity, self.generator.cache_dtype, num_drafts, self._mtp)
+        return Making(capacity, self.generator.cache_dtype, self.num_drafts, self._mtp)
 
     def _cache_shapes(self, num_drafts: int) -> list[nn.cache.Cache]:
         """Returns the shapes of the caches of one row, in which all rings are shorter than the text."""
-        caches = jax.eval_shape(lambda: self._making(1 << 20, num_drafts).caches(self.generator.model, 1))
+        making = dataclasses.replace(self._making(1 << 20), num_drafts=num_drafts)
+        caches = making.shapes(self.generator.model)
         return [cache for cache in (caches.model, caches.mtp) if cache is not None]
 
-    def _check_rewinds(self, needs_length: bool) -> None:
-        """Raises ValueError if a rejected draft cannot be removed from the caches."""
-        name, layers = type(self.generator.model).__name__, [c.layers for c in self._cache_shapes(self.num_drafts)]
-        if needs_length:
-            raise ValueError(f"{name} rotates by the length of the text so far, which a rejected draft makes wrong")
-        if not all(map(nn.cache.can_rewind, layers)):
-            kinds = {type(cache).__name__ for cache in nn.cache.layer_caches(layers)}
-            raise ValueError(
-                f"{name} has layers that only keep a state ({', '.join(sorted(kinds))}), from which a rejected draft "
-                "cannot be removed: generate without drafts"
-            )
-
-    def update(self, weights: Any) -> None:
+    def update(self, weights: Any, version: int | None = None) -> None:
         """Replaces weights as `Generator.update` does; compiled programs stay in use.
 
         What is cached for reuse is dropped, because it is of the old weights. Rows in progress keep their caches and go
         on with the new weights.
+
+        Args:
+            weights: As for `Generator.update`.
+            version: Their number in `Completion.versions`, by default one more than that of the last weights.
         """
         with self._turns:
             self.generator.update(weights)
-            self._cached, self._prompt = [None] * self.slots, None
+            self.version = self.version + 1 if version is None else version
+            ended = [row for row in self._cached if row.done]
+            self._cached = []
+            for row in ended:
+                self._finish(row)
+            self._keep_prompt(None)
             if self._job is not None:
-                self._waiting.appendleft(self._job.request)
-                self._job = None
+                self._put_back(self._job.request)
 
     def generate(
         self,
@@ -392,26 +336,17 @@ class LocalEngine:
                 when the model does not read images or audio, or when they and their placeholders do not match.
         """
         texts, count = check_prompts(prompts, self.generator.vocab), integer("num_samples", num_samples)
-        images, audio = (_of_prompts("images", images, len(texts)), _of_prompts("audio", audio, len(texts)))
+        images, audio = (inputs_by_prompt("images", images, len(texts)), inputs_by_prompt("audio", audio, len(texts)))
         limits = check_limits(max_new_tokens, len(texts))
         inputs = [
             check_inputs(self.generator.model, ids[None], seen, heard)
             for ids, seen, heard in zip(right_padded(texts)[0], images, audio, strict=True)
         ]
-        key = self._keys(key)
         # The same keys as `Generator.generate` with each prompt repeated `num_samples` times.
-        keys = np.asarray(jax.random.key_data(jax.random.split(key, len(texts) * count)))
-        make = functools.partial(
-            self._request,
-            impl=str(jax.random.key_impl(key)),
-            sampler=sampler,
-            stop_token_ids=check_stop(stop_token_ids, self.generator.vocab),
-            stop=stop,
-            processors=processors,
-            alternatives=0,
-        )
+        keys = self._row_keys(key, len(texts) * count)
+        options = self._options(sampler, stop_token_ids, stop, processors, 0)
         requests = {
-            make(text, inputs[n], limits[n], keys[n * count + i]): (n, i)
+            self._request(text, inputs[n], limits[n], keys[n * count + i], options): (n, i)
             for n, text in enumerate(texts)
             for i in range(count)
         }
@@ -452,18 +387,12 @@ class LocalEngine:
             ValueError: for the same reasons as `stream`.
         """
         (text,) = check_prompts([prompt], self.generator.vocab)
-        key = self._keys(key)
         request = self._request(
             text,
             check_inputs(self.generator.model, np.asarray(text)[None], images, audio),
             integer("max_new_tokens", max_new_tokens),
-            np.asarray(jax.random.key_data(jax.random.split(key, 1)))[0],
-            impl=str(jax.random.key_impl(key)),
-            sampler=sampler,
-            stop_token_ids=check_stop(stop_token_ids, self.generator.vocab),
-            stop=stop,
-            processors=processors,
-            alternatives=integer("alternatives", alternatives, least=0),
+            self._row_keys(key, 1)[0],
+            self._options(sampler, stop_token_ids, stop, processors, alternatives),
         )
         self._inbox.put(request)
         return request
@@ -483,7 +412,9 @@ class LocalEngine:
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
         with self._turns:
-            scores = score_tokens(model, tokens, valid, alternatives=_power(count), dtype=self.generator.dtype)
+            scores = score_tokens(
+                self.generator.packed, tokens, valid, alternatives=power_of_two(count), dtype=self.generator.dtype
+            )
         log_probs, best, best_log_probs = (np.asarray(x)[: len(text) - 1] for x in scores)
         best, best_log_probs = best[:, :count].tolist(), best_log_probs[:, :count].tolist()
         return log_probs.tolist(), list(zip(best, best_log_probs, strict=True))
@@ -504,6 +435,12 @@ class LocalEngine:
         return not (self.num_waiting or any(self._rows) or self._pending)
 
     @property
+    def cache_bytes(self) -> int:
+        """Returns the size of all caches; 0 before the first request."""
+        state = self._state
+        return 0 if state is None else sum(x.nbytes for x in jax.tree.leaves((state.caches, state.view)))
+
+    @property
     def num_waiting(self) -> int:
         """Returns the number of requests without a slot."""
         return self._inbox.qsize() + len(self._waiting) + (self._job is not None)
@@ -512,6 +449,10 @@ class LocalEngine:
     def num_running(self) -> int:
         """Returns the number of requests with a slot."""
         return self.slots - self._rows.count(None)
+
+    def _running(self) -> list[Request]:
+        """Returns the requests with a slot."""
+        return [row for row in self._rows if row is not None]
 
     def run_in_background(self) -> None:
         """Starts a thread that calls `step` until nothing is left, unless it runs already."""
@@ -531,36 +472,41 @@ class LocalEngine:
                     self._driver = None
                     return
 
-    def _request(
+    def _row_keys(self, key: Key[Array, ""] | None, count: int) -> np.ndarray:
+        """Returns the data of the keys of rows."""
+        key = self._keys(key)
+        impl = str(jax.random.key_impl(key))
+        if self._impl not in ("", impl):
+            raise ValueError(f"an engine's keys must be of one implementation, got {impl} after {self._impl}")
+        self._impl = impl
+        return np.asarray(split_key(key, count))
+
+    def _options(
         self,
-        prompt: list[int],
-        inputs: dict[str, Any],
-        limit: int,
-        key: np.ndarray,
-        *,
-        impl: str,
         sampler: Sampler,
-        stop_token_ids: frozenset[int],
+        stop_token_ids: StopIds,
         stop: Collection[str],
         processors: Sequence[LogitsProcessor],
-        alternatives: int,
-    ) -> Request:
-        """Returns a request that is not queued yet; raises ValueError for one that the engine cannot run."""
+        alternatives: SupportsIndex,
+    ) -> Options:
+        """Returns the options of requests; raises ValueError for those that the engine cannot follow."""
         check_sampler(sampler)
         if isinstance(stop, str):
             raise ValueError(f"stop must be a list of texts, got {stop!r}: put it in a list")
         if stop and self.tokenizer is None:
             raise ValueError("stop needs the text of tokens: make the engine with tokenizer=")
-        if self._impl not in ("", impl):
-            raise ValueError(f"an engine's keys must be of one implementation, got {impl} after {self._impl}")
-        self._impl = impl
+        ends = check_stop(stop_token_ids, self.generator.vocab)
+        texts = StopTexts(self.tokenizer.decode, stop) if stop else None
+        return Options(sampler, ends, texts, tuple(processors), integer("alternatives", alternatives, least=0))
+
+    def _request(
+        self, prompt: list[int], inputs: dict[str, Any], limit: int, key: np.ndarray, options: Options
+    ) -> Request:
+        """Returns a request that is not queued yet; raises ValueError for one that the engine cannot run."""
         if inputs and self._mtp:
             raise ValueError(f'{type(self.generator.model).__name__} drafts from text only: use drafter="ngram"')
         self._check_length(prompt, limit)
-        stop_texts = StopTexts(self.tokenizer.decode, stop) if stop else None
-        return Request(
-            self, prompt, inputs, limit, key, sampler, stop_token_ids, stop_texts, tuple(processors), alternatives
-        )
+        return Request(self, prompt, inputs, limit, key, options)
 
     def _check_length(self, prompt: list[int], limit: int) -> None:
         """Raises ValueError for a prompt that the model cannot continue."""
@@ -575,6 +521,11 @@ class LocalEngine:
             )
         if self.capacity is not None and length > self.capacity:
             raise ValueError(f"prompt and new tokens must fit the slots' capacity of {self.capacity}, got {length}")
+        if self.cache_tokens is not None and length > self.cache_tokens:
+            raise ValueError(
+                f"prompt and new tokens must fit the engine's memory of {self.cache_tokens} tokens, got {length}: "
+                "shorten them, or make the engine with more cache_tokens="
+            )
 
     def _completions(self, requests: dict[Request, tuple[int, int]]) -> Iterator[tuple[int, int, Completion]]:
         """Runs requests, and yields their completions as they end."""
@@ -603,9 +554,10 @@ class LocalEngine:
         self._admit()
         # Start the next step before reading the tokens of the last one, so that devices need not wait; but not if its
         # rows depend on these tokens, or a row that has ended must not take part.
-        ahead = self._rewinds and not self.num_drafts and not any(row and row._processors for row in self._rows)
+        ahead = self._rewinds and not self.num_drafts and not any(row and row._options.processors for row in self._rows)
         if not ahead:
             self._read_all_but(0)
+        self._take_blocks()
         is_running = any(self._rows)
         if is_running:
             self._start()
@@ -618,6 +570,7 @@ class LocalEngine:
                 row._fail(RuntimeError("the request was cancelled"))
             if row is not None and row.done:
                 self._rows[slot] = None
+                self._finish(row)
 
     def _admit(self) -> None:
         """Computes waiting prompts for free slots: all if no row is running, else up to a chunk of tokens."""
@@ -630,191 +583,328 @@ class LocalEngine:
             num_computed += self._advance(self._job)
 
     def _next_job(self) -> _Prefill | None:
-        """Assigns the next request to a free slot."""
+        """Assigns the next request to a free slot, if there are blocks for it."""
         while self._waiting and self._waiting[0]._cancelled:
             self._waiting.popleft()._fail(RuntimeError("the request was cancelled"))
-        if not self._waiting or None not in self._rows:
+        if not self._waiting or None not in self._rows or not self._fit():
             return None
-        self._fit_slots()
-        request = self._waiting.popleft()
+        assert self._paging is not None
+        request = self._waiting[0]
+        text, last = [*request.prompt, *request.tokens], self._prompt
         free = [slot for slot, row in enumerate(self._rows) if row is None]
-        oldest = min(free, key=lambda slot: self._last_use[slot])
-        last = self._prompt
-        if last is not None and _have_equal_prompts(last.request, request):
-            return dataclasses.replace(last, request=request, slot=oldest)
-        source, length = self._longest_prefix(request) if self.reuse else (0, 0)
-        if not length:
-            return _Prefill(request, oldest)
-        assert self._state is not None
-        request.cached = length
-        # A conversation goes on in its slot; what only begins alike leaves the other one in place.
-        row = self._cached[source]
-        goes_on = source in free and row is not None and length >= len(row.prompt)
-        caches = take_row(self._state.caches, source, length)
-        return _Prefill(request, source if goes_on else oldest, caches, num_done=length)
+        slot, source, length = min(free, key=lambda slot: self._last_use[slot]), None, 0
+        is_last = last is not None and last.text == text and have_equal_inputs(last.request, request)
+        if last is not None and is_last:
+            shared = last.shared
+        else:
+            source, length = self._longest_prefix(request, text) if self.reuse else (None, 0)
+            shared = [] if source is None else source._blocks[: length // self._block]
+        # Rows that cannot be computed again in the same way get all their blocks at once.
+        total = len(text) + 1 if self._splits else len(request.prompt) + request._limit
+        num_new = self._num_blocks(total) - len(shared)
+        self._blocks.share(shared)
+        # What the source's blocks hold stays until something else is stored there, also if it must give them back.
+        of_source = [] if source is None else list(source._blocks)
+        # A block for each row that grows, which would otherwise soon take this row's.
+        num_growing = sum(self._num_blocks(len(row.prompt) + row._limit) > len(row._blocks) for row in self._running())
+        if not self._make_room(num_new + num_growing):
+            self._blocks.release(shared)
+            return None
+        self._waiting.popleft()
+        request._blocks = [*shared, *self._blocks.take(num_new)]
+        request._order = request._order or next(self._clock)
+        if last is not None and is_last:
+            return dataclasses.replace(last, request=request, slot=slot)
+        job = _Prefill(request, text, slot, shared, self._view(len(text) + 1))
+        if source is not None:
+            assert self._state is not None
+            table = table_of(of_source[: self._num_blocks(length)], job.num_blocks)
+            job.caches = read_row(self._state.caches, table, np.int32(source._slot), length, paging=self._paging)
+            job.num_done, request.cached = length, min(length, len(request.prompt))
+            job.routes = [np.concatenate(source._routes)[:length]] if source._routes else []
+            # A conversation goes on in its slot; what only begins alike leaves the other one in place.
+            if source._slot in free and self._owners[source._slot] is source and length >= len(source.prompt):
+                job.slot = source._slot
+        return job
 
-    def _fit_slots(self) -> None:
-        """Makes the slots large enough for all that wait, and smaller when they are much too large and none is used."""
+    def _fit(self) -> bool:
+        """Makes room for the longest request that waits; returns False while rows run that must end before."""
         limit = getattr(self.generator.model, "max_length", None) or 1 << 62
         needed = max(len(request.prompt) + request._limit for request in self._waiting)
-        size = self.capacity or min(shared_capacity(needed), limit)
-        if self._state is not None and size > self._size:
-            caches = grown(self.generator.model, self._state.caches, self._making(size, self.num_drafts))
+        size = self._num_blocks(self.capacity or self.cache_tokens or min(shared_capacity(needed), limit)) * self._block
+        if 4 * size <= self._size and not (any(self._rows) or self._pending):
+            self._drop_caches()
+        if size <= self._size:
+            return True
+        paging = Paging.of(self.generator.model, self._making(size))
+        if self._paging not in (None, paging):  # a window has become shorter than the rows
+            if any(self._rows) or self._pending:
+                return False
+            self._drop_caches()
+        self._paging, self._size = paging, size
+        count = (self.cache_tokens or self.slots * size) // self._block
+        self._blocks.add(count - len(self._blocks))
+        if self._state is not None:
+            caches = with_blocks(self._state.caches, paging=paging, num_blocks=count)
             self._state = dataclasses.replace(self._state, caches=caches)
-        elif self._state is None or (4 * size <= self._size and not any(self._rows)):
-            self._state, self._cached = None, [None] * self.slots
-        else:
-            return
-        self._size, self._prompt = size, None
+        return True
 
-    def _longest_prefix(self, request: Request) -> tuple[int, int]:
-        """Returns the slot whose cache has the longest beginning of a prompt, and its length; 0 if none is useful."""
-        best = (0, 0)
+    def _drop_caches(self) -> None:
+        """Forgets all caches; no row is running."""
+        for row in self._cached:
+            row._blocks = []
+        self._cached, self._owners, self._prompt = [], [None] * self.slots, None
+        self._size, self._blocks, self._paging, self._state = 0, Blocks(), None, None
+
+    def _num_blocks(self, length: int) -> int:
+        """Returns the number of blocks that hold `length` tokens."""
+        return -(-length // self._block)
+
+    def _view(self, length: int) -> int:
+        """Returns the number of blocks that a program reads for rows of up to `length` tokens: few numbers, so that
+        similar lengths share a program.
+        """
+        least = max(256 // self._block, 1)
+        return min(max(least, 1 << (self._num_blocks(length) - 1).bit_length()), self._size // self._block)
+
+    def _make_room(self, count: int) -> bool:
+        """Frees blocks of texts that are only kept for reuse, the least recently used first, until `count` are free."""
+        while self._blocks.num_free < count:
+            ended = next((row for row in self._cached if row.done), None)
+            if ended is not None:
+                self._cached.remove(ended)
+                self._finish(ended)
+            elif self._prompt is not None and self._prompt.shared:
+                self._keep_prompt(None)
+            else:
+                return False
+        return True
+
+    def _take_blocks(self) -> None:
+        """Gives each row the blocks that its next step needs; if there are none, the newest row must wait again."""
+        for row in sorted(self._running(), key=lambda row: row._order):
+            while row in self._rows:
+                length = len(row.prompt) + min(row._issued + self.num_drafts, row._limit)
+                missing = self._num_blocks(length) - len(row._blocks)
+                if missing <= 0 or self._make_room(missing):
+                    row._blocks += self._blocks.take(max(missing, 0))
+                    break
+                if self._pending:  # rows may have ended
+                    self._read_all_but(0)
+                elif self._job is not None:
+                    self._put_back(self._job.request)
+                else:
+                    self._put_back(max(self._running(), key=lambda row: row._order))
+
+    def _put_back(self, request: Request) -> None:
+        """Lets a request wait again, without its blocks; its text is computed again later."""
+        if self._job is not None and self._job.request is request:
+            self._job = None
+        else:
+            self._rows[self._rows.index(request)] = None
+        if request in self._cached:
+            self._cached.remove(request)
+        self._finish(request)
+        self._waiting.appendleft(request)
+
+    def _finish(self, row: Request) -> None:
+        """Releases the blocks of a row, unless they are kept for reuse."""
+        if row not in self._cached:
+            self._blocks.release(row._blocks)
+            row._blocks = []
+
+    def _keep_prompt(self, job: _Prefill | None) -> None:
+        """Keeps a computed prompt for its next completion, instead of the last one."""
+        if self._prompt is not None:
+            self._blocks.release(self._prompt.shared)
+        if job is not None:
+            job.shared = job.request._blocks[: len(job.text) // self._block]
+            self._blocks.share(job.shared)
+        self._prompt = job
+
+    def _longest_prefix(self, request: Request, text: list[int]) -> tuple[Request | None, int]:
+        """Returns the row with the longest beginning of a text, and its length; 0 if none is useful."""
+        best: Request | None = None
+        longest = SHORTEST_PREFIX - 1
         if request._inputs or not self._splits:
-            return best
-        for slot, row in enumerate(self._cached):
-            if row is None or row._inputs:
-                continue
+            return None, 0
+        for row in self._cached:
             cached = row.prompt + row.tokens[:-1]  # the last token has not been run
-            length = _common_length(cached, request.prompt)
+            length = common_length(cached, text)
             if self._rewinds:
                 # The hidden state of the last one is needed, and the MTP module also read the token after each one.
-                length = min(length - self._mtp, len(request.prompt) - 1)
-            elif self._rows[slot] is not None or length < len(cached) or length == len(request.prompt):
+                length = min(length - self._mtp, len(text) - 1)
+            elif row in self._rows or length < len(cached) or length == len(text):
                 continue  # a state is that of all its tokens
-            if length >= max(best[1] + 1, _SHORTEST_PREFIX):
-                best = (slot, length)
-        return best
+            if length > longest:
+                best, longest = row, length
+        if best is None:
+            return None, 0
+        self._cached.remove(best)
+        self._cached.append(best)
+        return best, longest
 
     def _advance(self, job: _Prefill) -> int:
         """Computes the next chunk of a prompt, starts its row after the last one, and returns the number of tokens."""
         request, make = job.request, self.generator
         if request._cancelled:
             request._fail(RuntimeError("the request was cancelled"))
+            self._finish(request)
             self._job = None
             return 0
-        num_left = len(request.prompt) - job.num_done
+        num_left = len(job.text) - job.num_done
         count = min(num_left, self.chunk) if self._splits and not request._inputs else num_left
         if count:
-            shape = (1, min(_bucket(count), self._size))
+            shape = (1, min(_bucket(count), job.num_blocks * self._block))
             tokens, valid, after = np.zeros(shape, np.int32), np.zeros(shape, bool), np.full(shape, -1, np.int32)
-            tokens[0, :count], valid[0, :count] = request.prompt[job.num_done : job.num_done + count], True
-            following = request.prompt[job.num_done + 1 : job.num_done + 1 + count]
+            tokens[0, :count], valid[0, :count] = job.text[job.num_done : job.num_done + count], True
+            following = job.text[job.num_done + 1 : job.num_done + 1 + count]
             after[0, : len(following)] = following
             if job.caches is None:
-                making = self._making(self._size, self.num_drafts)
-                job.caches, job.hidden = prefill(
-                    make.model, tokens, valid, after, request._inputs, making=making, dtype=make.dtype
+                job.caches, job.hidden, routes = prefill(
+                    make.packed,
+                    tokens,
+                    valid,
+                    after,
+                    request._inputs,
+                    making=self._making(self._size),
+                    paging=self._paging,
+                    num_blocks=job.num_blocks,
+                    record=self.record_routes,
+                    dtype=make.dtype,
                 )
             else:
-                job.caches, job.hidden = extend(make.model, job.caches, tokens, valid, after, dtype=make.dtype)
+                job.caches, job.hidden, routes = extend(
+                    make.packed, job.caches, tokens, valid, after, record=self.record_routes, dtype=make.dtype
+                )
             job.num_done += count
-        if job.num_done == len(request.prompt):
+            if routes is not None:
+                job.routes.append(np.asarray(routes)[:count])
+        if job.num_done == len(job.text):
             self._insert(job)
-            self._prompt, self._job = job, None
+            self._job = None
         return count
 
     def _insert(self, job: _Prefill) -> None:
-        """Starts the row of a prompt that is computed."""
+        """Starts the row of a text that is computed."""
         request, slot, vocab = job.request, job.slot, self.generator.vocab
-        state = self._state
+        state, paging = self._state, self._paging
+        assert job.caches is not None and paging is not None
         if state is None:
-            count = self.num_drafts if self._mtp or self._drafter is not None else 0
-            state = empty_slots(job.caches, request._key, slots=self.slots, num_drafts=count)
-        if request._sampler.penalizes and state.history is None:
+            state = empty_slots(
+                job.caches,
+                request._key,
+                slots=self.slots,
+                num_blocks=len(self._blocks),
+                num_drafts=self.num_drafts if self._mtp or self._drafter is not None else 0,
+                paging=paging,
+            )
+        if request._options.sampler.penalizes and state.history is None:
             shape = (self.slots, vocab)
             history = History(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
             state = dataclasses.replace(state, history=history)
-        prompt = None
+        history = None
         if state.history is not None:
-            prompt = np.zeros((1, vocab), bool)
-            prompt[0, request.prompt] = True
+            seen, counts = (np.bincount(np.asarray(ids, int), minlength=vocab) for ids in (job.text, request.tokens))
+            history = History(jnp.asarray(seen[None] > 0), jnp.asarray(counts[None], jnp.int32))
+        table = table_of(request._blocks, job.num_blocks)
+        table[: len(job.shared)] = NOWHERE
+        if state.view is not None:
+            state = dataclasses.replace(state, view=None)  # it lacks this row
         self._state, draws = insert(
-            self.generator.model,
+            self.generator.packed,
             self._drafter,
             state,
             job.caches,
             job.hidden,
+            table,
             request._key,
             slot,
-            prompt,
-            _settings([request], vocab),
-            self._bias([request]),
+            np.array([len(request.tokens)], np.int32),
+            history,
+            settings_of([request], vocab),
+            bias_of([request], vocab),
             features=self._features_of([request]),
+            paging=paging,
             impl=self._impl,
         )
-        request._issued = 1
-        self._rows[slot] = None if request._limit == 1 else request
-        self._cached[slot], self._last_use[slot] = request, next(self._clock)
-        self._pending.append(([_Drawing(0, slot, request)], draws))
+        request._issued, request._slot = len(request.tokens) + 1, slot
+        if job.routes:  # a row that is computed again keeps those of its draws
+            request._routes.append(np.concatenate(job.routes)[sum(map(len, request._routes)) :])
+        self._rows[slot] = None if request._issued == request._limit else request
+        former, self._owners[slot], self._last_use[slot] = self._owners[slot], request, next(self._clock)
+        if former is not None and former in self._cached and not self._rewinds:  # its state is gone
+            self._cached.remove(former)
+            self._finish(former)
+        if self.reuse and self._splits and not request._inputs:
+            self._cached.append(request)
+        self._keep_prompt(job)
+        self._pending.append(([_Drawing(0, slot, request, self.version)], draws))
 
     def _start(self) -> None:
         """Starts a step of all rows, whose tokens are read later."""
         assert self._state is not None
-        rows, bias = list(self._rows), self._bias(self._rows)
+        slots = self._slots_to_run()
+        rows = [self._rows[slot] if slot < self.slots else None for slot in slots]
+        bias = bias_of(rows, self.generator.vocab)
+        if rows != self._rows_of_settings:
+            self._rows_of_settings, self._settings = rows, settings_of(rows, self.generator.vocab)
         self.num_steps += 1
-        drafts, num_drafts = self._drafts(rows)
+        drafts, num_drafts = draft_tokens(rows, self.num_drafts, by_model=self._mtp or self._drafter is not None)
+        self.num_drafted += int(num_drafts.sum())
+        width = self._view(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
+        tables = np.stack([table_of([] if row is None else row._blocks, width) for row in rows])
+        if self.cache_tokens is None and (
+            self._state.view is None or (slots, width) != (self._last_slots, self._width)
+        ):
+            self._width, view = width, gather_view(self._state.caches, tables, paging=self._paging)
+            self._state = dataclasses.replace(self._state, view=view)
         self._state, draws = step(
-            self.generator.model,
+            self.generator.packed,
             self._drafter,
             self._state,
+            None if len(slots) == self.slots else np.array(slots, np.int32),
+            tables,
             np.array([row is not None for row in rows]),
             drafts,
             num_drafts,
-            _settings(rows, self.generator.vocab),
+            self._settings,
             bias,
             features=self._features_of(rows),
+            paging=self._paging,
+            record=self.record_routes,
             dtype=self.generator.dtype,
             impl=self._impl,
         )
-        for slot, row in enumerate(rows):
+        self._last_slots, drawings = slots, []
+        for n, (slot, row) in enumerate(zip(slots, rows, strict=True)):
             if row is not None:
                 row._issued += 1
                 # The slot becomes free after the row's last step.
                 self._rows[slot] = None if row._issued == row._limit else row
-        self._pending.append(([_Drawing(n, n, row) for n, row in enumerate(rows) if row is not None], draws))
+                drawings.append(_Drawing(n, slot, row, self.version))
+        self._pending.append((drawings, draws))
+
+    def _slots_to_run(self) -> list[int]:
+        """Returns the slots whose rows take part in a step: all, or fewer when most have no row, the last ones of which
+        may not exist.
+        """
+        active = [slot for slot, row in enumerate(self._rows) if row is not None]
+        count = self.slots
+        while count >= 2 * _FEWEST_ROWS and 2 * len(active) <= count:
+            count = -(-count // 2)
+        if count == self.slots:
+            return list(range(count))
+        if len(self._last_slots) == count and set(active) <= set(self._last_slots):  # their view is kept
+            return self._last_slots
+        return active + [self.slots] * (count - len(active))
 
     def _features_of(self, rows: Sequence[Request | None]) -> Features:
         """Returns what a step must compute: also what earlier rows needed, so that a mixture of rows has few programs,
         until the engine is idle.
         """
-        self._features |= _features(rows)
+        self._features |= features_of(rows)
         return self._features
-
-    def _drafts(self, rows: Sequence[Request | None]) -> tuple[np.ndarray | None, np.ndarray]:
-        """Returns drafts of each row, `S N`, and how many there are. N is 0 if no row has drafts; None stands for the
-        drafts of a model, which the devices have.
-        """
-        drafts, counts = np.zeros((len(rows), self.num_drafts), np.int32), np.zeros(len(rows), np.int32)
-        has_model = self._mtp or self._drafter is not None
-        for n, row in enumerate(rows):
-            # What processors and penalties do to later tokens depends on the drafts.
-            if row is None or not self.num_drafts or row._processors or row._sampler.penalizes:
-                continue
-            counts[n] = min(self.num_drafts, row._limit - len(row.tokens))
-            if not has_model:
-                row._ngrams = row._ngrams or NGrams(row.prompt)
-                guesses = row._ngrams.drafts(row.tokens, int(counts[n]))
-                drafts[n, : len(guesses)], counts[n] = guesses, len(guesses)
-            self.num_drafted += int(counts[n])
-        return (None if has_model else drafts if counts.any() else drafts[:, :0]), counts
-
-    def _bias(self, rows: Sequence[Request | None]) -> np.ndarray | None:
-        """Returns what processors add to the logits of each row; None without processors. A row whose processor fails
-        ends with its error.
-        """
-        if not any(row is not None and row._processors for row in rows):
-            return None
-        bias = np.zeros((len(rows), self.generator.vocab), np.float32)
-        for row, values in zip(rows, bias, strict=True):
-            if row is None:
-                continue
-            try:
-                for process in row._processors:
-                    values += process(row)
-            except Exception as error:
-                row._fail(error)
-        return bias
 
     def _read_all_but(self, count: int) -> None:
         """Reads the tokens of all steps but the last `count`."""
@@ -824,19 +914,22 @@ class LocalEngine:
     def _read(self, drawings: list[_Drawing], draws: Draws) -> None:
         """Appends the tokens of a step to its rows, and frees the slots of those that end."""
         draws = jax.device_get(draws)
-        for n, slot, row in drawings:
+        for n, slot, row, version in drawings:
             self.num_accepted += int(draws.taken[n])
             # A row that stopped may be in one more step, which had already been started.
             for place in range(0 if row.done else 1 + int(draws.taken[n])):
-                if row._alternatives and draws.best is not None:
-                    tokens, log_probs = (x[n, place, : row._alternatives].tolist() for x in draws.best)
+                if row._options.alternatives and draws.best is not None:
+                    tokens, log_probs = (x[n, place, : row._options.alternatives].tolist() for x in draws.best)
                     row.best.append((tokens, log_probs))
-                row._add(int(draws.token[n, place]), float(draws.log_prob[n, place]))
+                if draws.routes is not None:
+                    row._routes.append(np.asarray(draws.routes[n, place : place + 1]))
+                row._add(int(draws.token[n, place]), float(draws.log_prob[n, place]), version)
                 if row.done:
                     break
             row._issued = max(row._issued, len(row.tokens))
-            if row.done and self._rows[slot] is row:
-                self._rows[slot] = None
+            if row.done:
+                self._rows[slot] = None if self._rows[slot] is row else self._rows[slot]
+                self._finish(row)
             row._tell()
 
     def _fail_all(self, error: BaseException) -> None:
@@ -847,86 +940,6 @@ class LocalEngine:
             if row is not None and not row.done:
                 row._fail(error)
         self._reset()
-
-
-def _of_prompts(name: str, inputs: Any, count: int) -> Sequence[Any]:
-    """Returns the images or clips of each prompt; raises ValueError unless it is a list of as many."""
-    if inputs is None:
-        return [None] * count
-    if not isinstance(inputs, Sequence) or len(inputs) != count:
-        got = f"{len(inputs)} of them" if isinstance(inputs, Sequence) else type(inputs).__name__
-        raise ValueError(
-            f"{name} must be a list with the {name} of each of the {count} prompts (None for a prompt without), got {got}"
-        )
-    return inputs
-
-
-def _settings(rows: Sequence[Request | None], vocab: int) -> Settings:
-    """Returns the settings of rows as arrays; slots without a row are greedy."""
-    samplers = [GREEDY if row is None else row._sampler for row in rows]
-    log_min_p = [-math.inf if sampler.min_p is None else math.log(sampler.min_p) for sampler in samplers]
-    penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers]
-    return Settings(
-        temperature=jnp.asarray([sampler.temperature for sampler in samplers], jnp.float32),
-        top_k=jnp.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], jnp.int32),
-        top_p=jnp.asarray([sampler.top_p or 1.0 for sampler in samplers], jnp.float32),
-        log_min_p=jnp.asarray(log_min_p, jnp.float32),
-        penalties=jnp.asarray(penalties, jnp.float32),
-    )
-
-
-def _features(rows: Sequence[Request | None]) -> Features:
-    """Returns what a step of these rows must compute."""
-    requests = [row for row in rows if row is not None]
-    samplers = [row._sampler for row in requests if row._sampler.temperature > 0]
-    return Features(
-        samples=bool(samplers),
-        top_k=_power(max((sampler.top_k or 0 for sampler in samplers), default=0)),
-        top_p=any((sampler.top_p or 1.0) < 1 for sampler in samplers),
-        min_p=any(sampler.min_p is not None for sampler in samplers),
-        alternatives=_power(max((row._alternatives for row in requests), default=0)),
-    )
-
-
-def _power(number: int) -> int:
-    """Rounds a number up to a power of two, so that similar ones share a program; 0 stays 0."""
-    return 1 << (number - 1).bit_length() if number else 0
-
-
-def _check_drafter(model: Any, drafter: Any, num_drafts: int) -> None:
-    """Raises ValueError if there is no such source of drafts for the model."""
-    if drafter == "ngram":
-        return
-    if isinstance(drafter, str):
-        if drafter != "mtp" or num_drafts != 1:
-            raise ValueError(
-                f'drafter must be "ngram", "mtp" with num_drafts=1, or a model, got {drafter!r} with {num_drafts}'
-            )
-        if not isinstance(model, nn.mtp.SupportsDrafting):
-            raise ValueError(
-                f"{type(model).__name__} does not draft: it lacks the methods of nn.mtp.SupportsDrafting; pass "
-                "drafter=, a model that drafts for it"
-            )
-        return
-    if not isinstance(drafter, nn.mtp.Drafter):
-        raise ValueError(
-            f"drafter must have the methods of nn.mtp.Drafter, as a gemma4_assistant does, got {type(drafter).__name__}"
-        )
-    drafter.check_target(model)
-
-
-def _have_equal_prompts(a: Request, b: Request) -> bool:
-    same_inputs = a._inputs is b._inputs or not (a._inputs or b._inputs)
-    return same_inputs and a.prompt == b.prompt
-
-
-def _common_length(a: list[int], b: list[int]) -> int:
-    """Returns the number of tokens that two texts have in common at their beginning."""
-    if a[:_SHORTEST_PREFIX] != b[:_SHORTEST_PREFIX]:  # most often
-        return 0
-    size = min(len(a), len(b))
-    differs = np.asarray(a[:size]) != np.asarray(b[:size])
-    return int(differs.argmax()) if differs.any() else size
 
 
 def _bucket(length: int) -> int:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from jaxtyping import Array, Key
+import numpy as np
+from jaxtyping import Array, Int, Key
 
 from maxlib.inference._sampling import GREEDY, Sampler
 
@@ -21,20 +22,30 @@ class Completion:
             filters; these are the `old_log_probs` or `sampler_log_probs` of a policy loss.
         finish_reason: "stop" if the last token is one of `stop_token_ids`, "length" if it was truncated.
         sampler: The sampler, if the engine reports it: a policy loss compares its temperature with the sampler's.
+        versions: Version of the weights that drew each token, if the engine reports it. It changes where an update
+            came between two tokens.
+        routes: Experts of each token of prompt and completion but the last, `_ L X`, if the engine records them.
     """
 
     tokens: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     sampler: Sampler | None = None
+    versions: list[int] | None = dataclasses.field(default=None, compare=False)
+    routes: Int[np.ndarray, "_ L X"] | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def version(self) -> int | None:
+        """Returns the version of the oldest weights that drew a token."""
+        return min(self.versions) if self.versions else None
 
 
 @runtime_checkable
 class Engine(Protocol):
     """Protocol of engines, which sample completions and accept updated weights."""
 
-    def update(self, weights: Any) -> None:
-        """Replaces the weights."""
+    def update(self, weights: Any, version: int | None = None) -> None:
+        """Replaces the weights. Completions report their version, by default one more than that of the last ones."""
         ...
 
     def generate(

@@ -27,6 +27,39 @@ Audio = nn.audio.Clips
 Source = nn.Source | nn.Encoded
 
 
+class Structure:
+    """The structure of a model, whose hash is computed once."""
+
+    def __init__(self, tree: Any):
+        self.tree, self._hash = tree, hash(tree)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Structure) and self.tree == other.tree)
+
+
+@nn.pytree
+class Packed:
+    """A model as a list of arrays, for programs that run once a token: JAX goes through the arguments at each call,
+    which takes milliseconds for all modules of a model.
+    """
+
+    arrays: list[Any]
+    structure: Structure = nn.static()
+
+    @classmethod
+    def of(cls, model: Any) -> "Packed":
+        """Packs a model."""
+        arrays, tree = jax.tree.flatten(model)
+        return cls(arrays, Structure(tree))
+
+    def unpacked(self) -> Any:
+        """Returns the model, inside a program."""
+        return self.structure.tree.unflatten(self.arrays)
+
+
 class Generator:
     """A model prepared for decoding: layers are unstacked and matrices cast to `dtype` once.
 
@@ -54,6 +87,7 @@ class Generator:
                 "and pass this model as drafter= to inference.speculate"
             )
         self.model = cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
+        self.packed = Packed.of(self.model)
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
@@ -74,8 +108,9 @@ class Generator:
             ValueError: when a weight has a different shape, or the model a different structure.
         """
         new = self._convert(jax.tree.map(jnp.asarray, weights))
-        old, tree = jax.tree.flatten(self.model)
-        self.model = tree.unflatten([a if b is None else b for a, b in zip(old, new, strict=True)])
+        arrays = [old if x is None else x for old, x in zip(self.packed.arrays, new, strict=True)]
+        self.packed = Packed(arrays, self.packed.structure)
+        self.model = self.packed.unpacked()
 
     def generate(
         self,
@@ -165,7 +200,7 @@ class Generator:
         for step in range(1, max_new_tokens + 1):
             last, recompute = token, step in switches
             if step < max_new_tokens and not recompute:  # before reading `last`, so that the device need not wait
-                token, cache = _decode(self.model, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
+                token, cache = _decode(self.packed, cache, last, keys, step, sampler=sampler, dtype=self.dtype)
             new = [int(t) for t in np.asarray(last)]
             for text, t in zip(texts, new, strict=True):
                 text.append(t)
@@ -181,7 +216,7 @@ class Generator:
         count = 1 if seen else _repeats(texts)
         tokens, valid = right_padded(texts[::count], most=capacity)
         options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
-        return _prefill(self.model, tokens, valid, seen, keys, step, count=count, **options)
+        return _prefill(self.packed, tokens, valid, seen, keys, step, count=count, **options)
 
 
 def generate(
@@ -234,7 +269,7 @@ _keys = Keys(0)  # for calls of `generate` without a key
 
 @functools.partial(jax.jit, static_argnames=("count", "sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
-    model,
+    packed: Packed,
     tokens: Int[Array, "P T"],
     valid: Bool[Array, "P T"],
     seen,
@@ -248,6 +283,7 @@ def _prefill(
     cache_dtype,
 ):
     """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
+    model = packed.unpacked()
     empty = functools.partial(empty_cache, model, capacity=capacity, dtype=cache_dtype)
     out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
     # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
@@ -284,8 +320,9 @@ def _repeats(texts: Sequence[Sequence[int]]) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")
-def _decode(model, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
+def _decode(packed: Packed, cache, token: Int[Array, " B"], keys, step, *, sampler, dtype):
     """Runs one token per row, and returns the next tokens and the cache, which reuses the old cache's memory."""
+    model = packed.unpacked()
     out = model(token[:, None], cache=cache, dtype=dtype)
     return _draw(model, out.hidden, keys, step, sampler), out.cache
 
@@ -398,8 +435,16 @@ def check_length(model: Any, length: int) -> None:
 
 
 def check_prefix(model: Any, texts: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError for prompts that end inside the prefix of the model's masks, which new tokens would change."""
-    prefix = max((mask.prefix for mask in getattr(model, "masks", ())), default=0)
+    """Raises ValueError for prompts that end inside the prefix of the model's masks, which new tokens would change, and
+    for models with blocks.
+    """
+    masks = getattr(model, "masks", ())
+    if (block := max((mask.block_size for mask in masks), default=1)) > 1:
+        raise ValueError(
+            f"this model's tokens attend to later ones of their block of {block}, so it does not generate token by token: "
+            "use inference.denoise"
+        )
+    prefix = max((mask.prefix for mask in masks), default=0)
     if (shortest := min(map(len, texts))) < prefix:
         raise ValueError(
             f"a prompt must have the whole prefix of {prefix} tokens, which attend to each other, got {shortest} tokens: "

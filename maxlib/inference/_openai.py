@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 
-from maxlib.inference._continuous import LocalEngine, LogitsProcessor, Request
+from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._openai_fields import BadRequest, ChatFields, CompletionFields, Fields
 from maxlib.inference._processors import Grammar, LogitBias
+from maxlib.inference._requests import LogitsProcessor, Request
 from maxlib.inference._text import TextWriter, overlap
 from maxlib.inference._tool_calls import CALL_MARKERS, ToolCall, ToolFormat, parse_tool_calls, tool_call_format
 from maxlib.tokenization import ChatTemplate
 
 logger = logging.getLogger(__name__)
 _IMPOSSIBLE = -9999.0  # what is written for a probability of zero, as JSON has no infinity
+_BEGINNING = 16  # characters a token of the maximum length, after which a text is surely too long, or mostly spaces
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 
@@ -107,6 +109,11 @@ class _Choice:
             if piece := self._content(self._writer.add(token)):
                 yield piece, count
         yield self._last(self._writer.rest()), count
+
+    async def text(self) -> str:
+        """Returns the whole text at its end."""
+        completion = await self.request.completion()
+        return self._last(self._writer.add_all(completion.tokens))
 
     @property
     def finish_reason(self) -> str | None:
@@ -305,8 +312,18 @@ class _Server:
             prompt.encode()
         except UnicodeEncodeError:
             raise BadRequest("texts must be Unicode without lone surrogates", "prompt") from None
-        encoded = await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=special)
-        return list(encoded.ids)
+
+        def encode(text: str) -> list[int]:  # a batch, as only that lets other threads run
+            return self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
+
+        # Refuse a text that is much too long by its beginning: all of it may take minutes.
+        most = _BEGINNING * self.max_length
+        if len(prompt) > most and (count := len(await asyncio.to_thread(encode, prompt[:most]))) > 2 * self.max_length:
+            raise BadRequest(
+                f"this model's maximum length is {self.max_length} tokens, but the prompt has more than {count}",
+                "prompt",
+            )
+        return await asyncio.to_thread(encode, prompt)
 
     async def _choices(
         self, fields: Fields, prompts: list[list[int]], tool_format: ToolFormat | None, tools: Sequence[Any]
@@ -323,24 +340,26 @@ class _Server:
         ends = sorted({*fields.stop_token_ids, *(() if fields.ignore_eos else self.ends)})
         processors = await asyncio.to_thread(self._processors, fields, ends)
         choices: list[_Choice] = []
+
+        def submit(number: int) -> None:
+            prompt = prompts[number // fields.n]
+            request = self.engine.submit(
+                prompt,
+                max_new_tokens=max(1, fields.max_tokens or 0),
+                sampler=fields.sampler,
+                stop_token_ids=ends,
+                stop=fields.stop,
+                processors=processors,
+                alternatives=fields.num_alternatives,
+                key=None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number),
+            )
+            show_special = tool_format is not None
+            writer = TextWriter(self.tokenizer, prompt, stop=fields.stop, ends=ends, show_special=show_special)
+            choices.append(_Choice(request, writer, tool_format, tools))
+
         try:
-            for number in range(len(prompts) * fields.n):
-                prompt = prompts[number // fields.n]
-                key = None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number)
-                request = self.engine.submit(
-                    prompt,
-                    max_new_tokens=max(1, fields.max_tokens),
-                    sampler=fields.sampler,
-                    stop_token_ids=ends,
-                    stop=fields.stop,
-                    processors=processors,
-                    alternatives=fields.num_alternatives,
-                    key=key,
-                )
-                writer = TextWriter(
-                    self.tokenizer, prompt, stop=fields.stop, ends=ends, show_special=tool_format is not None
-                )
-                choices.append(_Choice(request, writer, tool_format, tools))
+            for number in range(len(prompts) * fields.n):  # in a thread, as a row's key may wait for a step
+                await asyncio.to_thread(submit, number)
         except ValueError as error:
             for choice in choices:
                 choice.request.cancel()
@@ -545,12 +564,8 @@ def _tool_calls(choice: _Choice) -> list[dict[str, Any]]:
 
 async def _texts(choices: list[_Choice]) -> list[str]:
     """Returns the whole text of each choice."""
-
-    async def read(choice: _Choice) -> str:
-        return "".join([piece async for piece, _ in choice.pieces()])
-
     try:
-        return await asyncio.gather(*map(read, choices))
+        return await asyncio.gather(*(choice.text() for choice in choices))
     finally:
         for choice in choices:
             choice.request.cancel()

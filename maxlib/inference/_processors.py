@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from maxlib.inference._arguments import check_stop, number
-from maxlib.inference._continuous import Request
+from maxlib.inference._requests import Request
 
 
 class LogitBias:

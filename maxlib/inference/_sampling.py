@@ -5,6 +5,7 @@ Shapes: B rows, V vocabulary.
 
 import dataclasses
 import math
+import threading
 from typing import Any
 
 import jax
@@ -136,6 +137,7 @@ class Keys:
         self._seed = integer("seed", seed, least=None)
         # Created at the first call, because a key starts jax's backend, which an import must not do.
         self._last: Key[Array, ""] | None = None
+        self._lock = threading.Lock()  # two threads must not get the same key
 
     def __call__(self, key: Key[Array, ""] | None) -> Key[Array, ""]:
         """Returns the caller's key, or the next one."""
@@ -143,6 +145,7 @@ class Keys:
             if not isinstance(key, jax.Array | np.ndarray):
                 raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}")
             return key
-        self._last = jax.random.key(self._seed) if self._last is None else self._last
-        self._last, new = jax.random.split(self._last)
-        return new
+        with self._lock:
+            self._last = jax.random.key(self._seed) if self._last is None else self._last
+            self._last, new = jax.random.split(self._last)
+            return new

@@ -1,11 +1,14 @@
 """Serving of a model's directory by HTTP."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from maxlib import sharding
 from maxlib.inference._chat import read_model, stop_tokens
 from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._openai import openai_app
@@ -24,6 +27,8 @@ def serve(
     dtype: Any = jnp.bfloat16,
     cache_dtype: Any = None,
     num_drafts: int = 0,
+    cache_tokens: int | None = None,
+    tensor: int = 1,
     api_key: str | None = None,
 ) -> None:
     """Serves a model with OpenAI's API until SIGTERM or SIGINT, after which it finishes what runs.
@@ -38,6 +43,8 @@ def serve(
         dtype: Dtype of the computation.
         cache_dtype: Dtype of cached keys and values, by default `dtype`.
         num_drafts: Number of n-gram drafts, see `LocalEngine`.
+        cache_tokens: Number of tokens for which there is memory, see `LocalEngine`.
+        tensor: Number of devices over which heads, MLP and vocabulary are split.
         api_key: Key that clients must send; None needs none.
 
     Raises:
@@ -53,22 +60,28 @@ def serve(
         template = ChatTemplate.from_directory(directory)
     except FileNotFoundError:
         template = None
-    engine = LocalEngine(
-        read_model(directory),
-        slots=slots,
-        num_drafts=num_drafts,
-        tokenizer=tokenizer,
-        dtype=jnp.dtype(dtype),
-        cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype),
-    )
-    app = openai_app(
-        engine,
-        tokenizer,
-        name=name or str(model),
-        template=template,
-        stop_token_ids=stop_tokens(directory),
-        max_length=max_length,
-        api_key=api_key,
-    )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    uvicorn.run(app, host=host, port=port, access_log=False, log_config=None)
+    weights, on_devices = read_model(directory), contextlib.nullcontext()
+    if tensor > 1:
+        layout = sharding.Layout(sharding.make_mesh(tensor=tensor, devices=jax.devices()[:tensor]), sharding.TP)
+        weights, on_devices = jax.device_put(weights, sharding.shardings(weights, layout)), sharding.use(layout)
+    with on_devices:
+        engine = LocalEngine(
+            weights,
+            slots=slots,
+            num_drafts=num_drafts,
+            cache_tokens=cache_tokens,
+            tokenizer=tokenizer,
+            dtype=jnp.dtype(dtype),
+            cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype),
+        )
+        app = openai_app(
+            engine,
+            tokenizer,
+            name=name or str(model),
+            template=template,
+            stop_token_ids=stop_tokens(directory),
+            max_length=max_length,
+            api_key=api_key,
+        )
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        uvicorn.run(app, host=host, port=port, access_log=False, log_config=None)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import http.client
 import json
@@ -98,10 +99,14 @@ class ServerEngine:
         if not 0 < self.timeout <= threading.TIMEOUT_MAX:
             raise ValueError(f"timeout must be above 0 and at most {threading.TIMEOUT_MAX:g} seconds, got {timeout}")
         self.vocab = None if vocab is None else integer("vocab", vocab)
-        self.updates, self._keys = 0, Keys(seed)
+        self.updates, self.version, self._keys = 0, 0, Keys(seed)
 
-    def update(self, weights: Any) -> None:
+    def update(self, weights: Any, version: int | None = None) -> None:
         """Writes weights with `save`, loads them as a new adapter, and unloads the previous one.
+
+        Args:
+            weights: What `save` takes.
+            version: Their number in `Completion.versions`, by default one more than that of the last weights.
 
         Raises:
             ValueError: when there is no `save`.
@@ -112,7 +117,7 @@ class ServerEngine:
         old, self.updates = self.model, self.updates + 1
         name, path = f"{self.base}-{self.updates}", str(self.save(weights))
         self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        self.model = name
+        self.model, self.version = name, self.version + 1 if version is None else version
         if old != self.base:
             self._post("/v1/unload_lora_adapter", {"lora_name": old})
 
@@ -154,14 +159,18 @@ class ServerEngine:
             for text, limit, seed in zip(texts, limits, seeds, strict=True)
         ]
         with concurrent.futures.ThreadPoolExecutor(self.connections) as pool:
-            return list(pool.map(functools.partial(self._complete, stop=stop, sampler=sampler), requests))
+            complete = functools.partial(self._complete, stop=stop, sampler=sampler, version=self.version)
+            return list(pool.map(complete, requests))
 
-    def _complete(self, request: dict[str, Any], stop: frozenset[int], sampler: Sampler) -> list[Completion]:
+    def _complete(
+        self, request: dict[str, Any], stop: frozenset[int], sampler: Sampler, version: int
+    ) -> list[Completion]:
         """Returns the completions of one prompt."""
         path = "/v1/completions"
         answer = self._post(path, request)
         try:
-            return _completions(answer, request["n"], request["max_tokens"], stop, sampler, self.vocab)
+            completions = _completions(answer, request["n"], request["max_tokens"], stop, sampler, self.vocab)
+            return [dataclasses.replace(each, versions=[version] * len(each.tokens)) for each in completions]
         except (ValueError, RecursionError) as error:
             raise self._error(path, f"gave an answer that cannot be used ({error})", answer) from None
 

@@ -1,7 +1,8 @@
 """Programs of `LocalEngine`: what the devices compute for its slots.
 
 Shapes: S slots, N drafts of a row in a step, M = N + 1 tokens that it runs, T tokens of a chunk with padding, D width,
-    V vocabulary, A alternatives. A slot holds its row's cache, and the row's last token, which is drawn but not run.
+    V vocabulary, A alternatives. A slot has its row's last token, which is drawn but not run; those before it are in
+    the row's caches (`_pages`).
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from maxlib import nn
-from maxlib.inference._generate import empty_cache
+from maxlib.inference._generate import Packed
+from maxlib.inference._pages import Caches, Making, Paging, of_slots, with_slots
 from maxlib.inference._sampling import in_nucleus, scaled, without_unlikely
 
 
@@ -62,48 +64,6 @@ class Features:
 
 
 @nn.pytree
-class Caches:
-    """Caches of rows: of the model, and of its MTP module if that drafts."""
-
-    model: nn.cache.Cache
-    mtp: nn.cache.Cache | None
-
-    def with_length(self, length: Int[Array, " S"]) -> "Caches":
-        """Returns caches in which the tokens after `length` are forgotten."""
-        mtp = None if self.mtp is None else dataclasses.replace(self.mtp, length=length)
-        return Caches(dataclasses.replace(self.model, length=length), mtp)
-
-
-@dataclasses.dataclass(frozen=True)
-class Making:
-    """How caches are made; a static argument.
-
-    Attributes:
-        capacity: Maximum number of tokens in a row.
-        dtype: Dtype of cached values.
-        num_drafts: Number of tokens to rewind, for which rings get spare slots.
-        mtp: True makes a cache of the MTP module, too.
-    """
-
-    capacity: int
-    dtype: Any
-    num_drafts: int
-    mtp: bool
-
-    def caches(self, model: Any, rows: int) -> Caches:
-        """Returns empty caches."""
-        cache = self._rewindable(empty_cache(model, rows, self.capacity, self.dtype))
-        if not self.mtp:
-            return Caches(cache, None)
-        return Caches(cache, self._rewindable(model.init_draft_cache(rows, self.capacity, dtype=self.dtype)))
-
-    def _rewindable(self, cache: nn.cache.Cache) -> nn.cache.Cache:
-        # A drafter attends to one key more than the window has.
-        layers = nn.cache.make_rewindable(cache.layers, self.num_drafts + 1) if self.num_drafts else cache.layers
-        return dataclasses.replace(cache, layers=layers)
-
-
-@nn.pytree
 class History:
     """The tokens of rows, for penalties.
 
@@ -121,7 +81,8 @@ class Slots:
     """Arrays of all slots.
 
     Attributes:
-        caches: Caches of the tokens that were run.
+        caches: The storage of the tokens that were run.
+        view: The rows as a step reads them (`_pages`), if that is kept.
         token: The token after them.
         drafts: Guesses of the tokens after `token`; None without a model that drafts.
         keys: Data of the rows' random keys.
@@ -130,6 +91,7 @@ class Slots:
     """
 
     caches: Caches
+    view: list[Any] | None
     token: Int[Array, " S"]
     drafts: Int[Array, "S N"] | None
     keys: UInt32[Array, "S K"]
@@ -146,44 +108,83 @@ class Draws:
         log_prob: Its log-probability, before penalties, processors and filters.
         taken: Number of leading drafts that were right; the tokens after them do not count, but the first one.
         best: The best tokens and their log-probabilities; None without alternatives.
+        routes: Experts of the tokens that were run, for L layers X each; None unless the engine records them.
     """
 
     token: Int[Array, "S M"]
     log_prob: Float[Array, "S M"]
     taken: Int[Array, " S"]
     best: tuple[Int[Array, "S M A"], Float[Array, "S M A"]] | None
+    routes: Int[Array, "S M L X"] | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("making", "dtype"))
+@functools.partial(jax.jit, static_argnames="count")
+def split_key(key: Key[Array, ""], count: int) -> UInt32[Array, "count K"]:
+    """Returns the data of the keys of rows."""
+    return jax.random.key_data(jax.random.split(key, count))
+
+
+@functools.partial(jax.jit, static_argnames=("making", "paging", "num_blocks", "record", "dtype"))
 def prefill(
-    model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], inputs, *, making, dtype
+    packed: Packed,
+    tokens: Int[Array, "1 T"],
+    valid: Bool[Array, "1 T"],
+    after: Int[Array, "1 T"],
+    inputs,
+    *,
+    making: Making,
+    paging: Paging,
+    num_blocks: int,
+    record: bool,
+    dtype,
 ):
-    """Runs a prompt, or its first chunk, and returns its caches and the hidden state of its last token, `1 1 D`.
+    """Runs a prompt, or its first chunk, and returns its caches, the hidden state of its last token, `1 1 D`, and its
+    routes, `T L X` or None.
 
     Args:
-        model: The model.
+        packed: The model.
         tokens: The tokens.
         valid: False for padding.
         after: The token after each, -1 where it is not known; only the MTP module reads them.
         inputs: Images and audio by name.
         making: How caches are made.
+        paging: How they will be stored.
+        num_blocks: Number of blocks for which the caches have room.
+        record: True returns the routes.
         dtype: Dtype of the computation.
     """
-    return _run(model, making.caches(model, 1), tokens, valid, after, inputs, dtype)
+    model = packed.unpacked()
+    caches = paging.empty_row(model, making, num_blocks)
+    return _run(model, caches, tokens, valid, after, inputs, record, dtype)
 
 
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="caches")
-def extend(model, caches, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], after: Int[Array, "1 T"], *, dtype):
+@functools.partial(jax.jit, static_argnames=("record", "dtype"), donate_argnames="caches")
+def extend(
+    packed: Packed,
+    caches,
+    tokens: Int[Array, "1 T"],
+    valid: Bool[Array, "1 T"],
+    after: Int[Array, "1 T"],
+    *,
+    record,
+    dtype,
+):
     """Runs the next chunk of a prompt, and returns the same as `prefill`."""
-    return _run(model, caches, tokens, valid, after, {}, dtype)
+    return _run(packed.unpacked(), caches, tokens, valid, after, {}, record, dtype)
 
 
-def _run(model, caches, tokens, valid, after, inputs, dtype):
-    out = model(tokens, valid=valid, cache=caches.model, dtype=dtype, **inputs)
+def _called(model, record: bool, tokens, **inputs):
+    """Returns the model's output and its routes, or None."""
+    return nn.router.record(model)(tokens, **inputs) if record else (model(tokens, **inputs), None)
+
+
+def _run(model, caches, tokens, valid, after, inputs, record, dtype):
+    out, routes = _called(model, record, tokens, valid=valid, cache=caches.model, dtype=dtype, **inputs)
     mtp = caches.mtp
     if mtp is not None:
         _, mtp = model.draft(out.hidden, jnp.maximum(after, 0), valid=after >= 0, cache=mtp)
-    return Caches(out.cache, mtp), jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+    last = jax.lax.dynamic_slice_in_dim(out.hidden, valid.sum() - 1, 1, axis=1)
+    return Caches(out.cache, mtp), last, None if routes is None else routes[0]
 
 
 def _ahead(model, hidden: Float[Array, "S M D"], after: Int[Array, "S M"], valid, mtp, place: Int[Array, " S"]):
@@ -193,67 +194,59 @@ def _ahead(model, hidden: Float[Array, "S M D"], after: Int[Array, "S M"], valid
     return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), mtp
 
 
-@jax.jit
-def take_row(caches: Caches, slot, length) -> Caches:
-    """Copies the first `length` tokens of a slot's caches as caches of one row."""
-    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), caches)
-    return row.with_length(jnp.full(1, length, jnp.int32))
-
-
-@functools.partial(jax.jit, static_argnames=("slots", "num_drafts"))
-def empty_slots(caches, key, *, slots, num_drafts) -> Slots:
+@functools.partial(jax.jit, static_argnames=("slots", "num_blocks", "num_drafts", "paging"))
+def empty_slots(row: Caches, key, *, slots: int, num_blocks: int, num_drafts: int, paging: Paging) -> Slots:
     """Makes the arrays of empty slots, of the shapes of one row; `num_drafts` is 0 unless a model drafts."""
-    zero = jnp.zeros(1, jnp.int32)
-    row = Slots(caches, zero, jnp.zeros((1, num_drafts), jnp.int32) if num_drafts else None, key[None], zero, None)
-    return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), row)
+    zeros = jnp.zeros(slots, jnp.int32)
+    drafts = jnp.zeros((slots, num_drafts), jnp.int32) if num_drafts else None
+    keys = jnp.zeros((slots, *key.shape), key.dtype)
+    return Slots(paging.empty(row, slots, num_blocks), None, zeros, drafts, keys, zeros, None)
 
 
-def grown(model: Any, caches: Caches, making: Making) -> Caches:
-    """Returns caches of a larger capacity with the same contents.
-
-    Token `i` is in slot `i` of a cache that is not full, so arrays only get longer; also where a cache is a ring from
-    some capacity on.
-    """
-    larger = jax.eval_shape(lambda: making.caches(model, len(caches.model.length)))
-    leaves, tree = jax.tree.leaves(caches), jax.tree.structure(larger)
-    shapes = [x.shape for x in jax.tree.leaves(larger)]
-    return tree.unflatten(_padded(leaves, shapes=tuple(shapes)))
-
-
-@functools.partial(jax.jit, static_argnames="shapes")
-def _padded(arrays, *, shapes):
-    return [
-        jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
-        for x, shape in zip(arrays, shapes, strict=True)
-    ]
-
-
-@functools.partial(jax.jit, static_argnames=("features", "impl"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("features", "paging", "impl"), donate_argnames="state")
 def insert(
-    model, drafter, state: Slots, caches, hidden, key, slot, prompt, settings: Settings, bias, *, features, impl
+    packed: Packed,
+    packed_drafter: Packed | None,
+    state: Slots,
+    caches: Caches,
+    hidden: Float[Array, "1 1 D"],
+    table: Int[Array, " N"],
+    key: UInt32[Array, " K"],
+    slot,
+    drawn: Int[Array, " 1"],
+    history: History | None,
+    settings: Settings,
+    bias: Float[Array, "1 V"] | None,
+    *,
+    features: Features,
+    paging: Paging,
+    impl: str,
 ):
-    """Draws the first token of a prompt, and writes its row into a slot, overwriting the previous row completely.
+    """Draws the next token of a text, and stores its row in a slot, overwriting the previous row completely.
 
     Args:
-        model: The model.
-        drafter: A model that drafts for it, or None.
+        packed: The model.
+        packed_drafter: A model that drafts for it, or None.
         state: All slots.
-        caches: The prompt's caches.
+        caches: The text's caches.
         hidden: The hidden state of its last token.
+        table: The blocks to store the text in, `NOWHERE` for those that have it.
         key: Data of the row's key.
         slot: Index of the slot.
-        prompt: Tokens that the prompt has, `1 V`; None unless the state has a history.
+        drawn: Number of tokens of the text that were drawn.
+        history: Tokens of the row; None unless the state has a history.
         settings: Settings of the row.
-        bias: `1 V`, what processors add to the logits; None without any.
+        bias: What processors add to the logits; None without any.
         features: What must be computed.
+        paging: How caches are stored.
         impl: Implementation of the key.
 
     Returns:
         The new state, and the draws of one row.
     """
-    history = None if prompt is None else History(prompt, jnp.zeros(prompt.shape, jnp.int32))
+    model, drafter = packed.unpacked(), None if packed_drafter is None else packed_drafter.unpacked()
     logits = model.logits(hidden).astype(jnp.float32)
-    draws = _draw(logits, key[None], jnp.zeros(1, jnp.int32), history, settings, bias, features, impl)
+    draws = _draw(logits, key[None], drawn, history, settings, bias, features, impl)
     token = draws.token[:, 0]
     if history is not None:
         history = _counted(history, token, jnp.array([True]))
@@ -263,27 +256,44 @@ def insert(
     else:
         drafts, mtp = _ahead(model, hidden, token[:, None], None, caches.mtp, jnp.zeros(1, jnp.int32))
         caches = Caches(caches.model, mtp)
-    row = Slots(caches, token, drafts, key[None], jnp.ones(1, jnp.int32), history)
-    state = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row)
+
+    def put(old: Any, new: Any) -> Any:
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, slot, axis=0), old, new)
+
+    state = Slots(
+        paging.write_row(state.caches, caches, table, slot),
+        None,
+        put(state.token, token),
+        put(state.drafts, drafts),
+        put(state.keys, key[None]),
+        put(state.drawn, drawn + 1),
+        put(state.history, history),
+    )
     return state, draws
 
 
-@functools.partial(jax.jit, static_argnames=("features", "dtype", "impl"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("features", "paging", "record", "dtype", "impl"), donate_argnames="state")
 def step(
-    model,
-    drafter,
+    packed: Packed,
+    packed_drafter: Packed | None,
     state: Slots,
-    active: Bool[Array, " S"],
-    drafts: Int[Array, "S N"] | None,
-    num_drafts: Int[Array, " S"],
+    slots: Int[Array, " R"] | None,
+    tables: Int[Array, "R blocks"],
+    active: Bool[Array, " R"],
+    drafts: Int[Array, "R N"] | None,
+    num_drafts: Int[Array, " R"],
     settings: Settings,
-    bias: Float[Array, "S V"] | None,
+    bias: Float[Array, "R V"] | None,
     *,
-    features,
+    features: Features,
+    paging: Paging,
+    record: bool,
     dtype,
-    impl,
+    impl: str,
 ) -> tuple[Slots, Draws]:
     """Runs the last token of each active row and its drafts, and draws the tokens after them.
+
+    Its R rows are those of `slots`, or of all slots without them.
 
     A draft counts if it is the token that is drawn in its place. So a row has the same tokens as without drafts:
     this is rejection sampling (Leviathan et al. 2023, arXiv:2211.17192) with certain drafts, which are accepted with
@@ -292,33 +302,44 @@ def step(
     Returns:
         The new state, and the draws.
     """
-    drafts = state.drafts if drafts is None else drafts
-    assert drafts is not None
-    inputs = jnp.concatenate([state.token[:, None], drafts], axis=1)  # [S, M]
+    model, drafter = packed.unpacked(), None if packed_drafter is None else packed_drafter.unpacked()
+    rows = jax.tree.map(
+        lambda x: of_slots(x, slots), (state.token, state.drafts, state.keys, state.drawn, state.history)
+    )
+    token, own_drafts, keys, drawn, history = rows
+    drafts = own_drafts if drafts is None else drafts
+    inputs = jnp.concatenate([token[:, None], drafts], axis=1)  # [R, M]
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])
-    out = model(inputs, valid=valid, cache=state.caches.model, dtype=dtype)
+    view = state.view
+    before = paging.read(state.caches, tables, slots) if view is None else paging.with_view(state.caches, view, slots)
+    out, routes = _called(model, record, inputs, valid=valid, cache=before.model, dtype=dtype)
     logits = model.logits(out.hidden).astype(jnp.float32)
-    draws = _draw(logits, state.keys, state.drawn, state.history, settings, bias, features, impl)
+    draws = _draw(logits, keys, drawn, history, settings, bias, features, impl)
     right = (draws.token[:, :-1] == drafts) & (place[:, 1:] <= num_drafts[:, None])
     taken = jnp.cumprod(right, axis=1).sum(axis=1)
     num_new = jnp.where(active, 1 + taken, 0)
-    caches, token = Caches(out.cache, state.caches.mtp), jnp.take_along_axis(draws.token, taken[:, None], axis=1)[:, 0]
-    token = jnp.where(active, token, state.token)
+    caches, last = Caches(out.cache, before.mtp), jnp.take_along_axis(draws.token, taken[:, None], axis=1)[:, 0]
+    token = jnp.where(active, last, token)
     if drafts.shape[1]:  # later slots are overwritten
-        caches = caches.with_length(state.caches.model.length + num_new)
+        caches = caches.with_length(before.model.length + num_new)
     next_drafts = None
-    if caches.mtp is not None and state.caches.mtp is not None:
+    if before.mtp is not None:
         used = active[:, None] & (place <= taken[:, None])
-        mtp = dataclasses.replace(caches.mtp, length=state.caches.mtp.length)
-        next_drafts, mtp = _ahead(model, out.hidden, draws.token, used, mtp, taken)
+        next_drafts, mtp = _ahead(model, out.hidden, draws.token, used, before.mtp, taken)
         caches = Caches(caches.model, mtp)
     elif drafter is not None:
         last = jnp.take_along_axis(out.hidden, taken[:, None, None], axis=1)
         next_drafts = drafter.draft(model, last, token, caches.model, count=drafts.shape[1])
-    history = None if state.history is None else _counted(state.history, token, active)
-    draws = dataclasses.replace(draws, taken=taken)
-    return Slots(caches, token, next_drafts, state.keys, state.drawn + num_new, history), draws
+    history = None if history is None else _counted(history, token, active)
+    draws = dataclasses.replace(draws, taken=taken, routes=routes)
+    new = (token, next_drafts, keys, drawn + num_new, history)
+    old = (state.token, state.drafts, state.keys, state.drawn, state.history)
+    return Slots(
+        paging.write_tokens(state.caches, caches, tables, slots, before.model.length, inputs.shape[1]),
+        None if view is None else paging.view(caches),
+        *jax.tree.map(lambda x, rows: with_slots(x, slots, rows), old, new),
+    ), draws
 
 
 def _counted(history: History, token: Int[Array, " S"], active: Bool[Array, " S"]) -> History:
@@ -389,8 +410,9 @@ def _filtered(logits: Float[Array, "B V"], settings: Settings, features: Feature
 
 
 @functools.partial(jax.jit, static_argnames=("alternatives", "dtype"))
-def score_tokens(model, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, alternatives, dtype):
+def score_tokens(packed: Packed, tokens: Int[Array, "1 T"], valid: Bool[Array, "1 T"], *, alternatives, dtype):
     """Returns the log-probability of the token after each place, `T`, and the best tokens with theirs, `T A`."""
+    model = packed.unpacked()
     hidden = model(tokens, valid=valid, dtype=dtype).hidden[0]
 
     # A few places at a time: [T, V] in float32 would be much larger than anything else.

@@ -83,6 +83,11 @@ class _Pieces:
             self._num_shown, self._shown = len(self._tokens), self._decode(self._tokens)
         return piece
 
+    def add_all(self, tokens: Sequence[int]) -> str:
+        """Returns the text of the last tokens."""
+        self._tokens += tokens
+        return self.rest()
+
     def rest(self) -> str:
         """Returns the text of the tokens that are not shown yet."""
         text = self._decode(self._tokens)
@@ -150,6 +155,10 @@ class TextWriter:
     def add(self, token: int) -> str:
         """Returns the text that is certain after a token."""
         return "" if token in self._ends else self._certain(self._pieces.add(token), at_end=False)
+
+    def add_all(self, tokens: Sequence[int]) -> str:
+        """Returns the text of all tokens of the completion."""
+        return self._certain(self._pieces.add_all([t for t in tokens if t not in self._ends]), at_end=True)
 
     def rest(self) -> str:
         """Returns the rest of the text."""

@@ -27,8 +27,12 @@ class ReloadingServerEngine(ServerEngine):
         super().__init__(url, model, save=save, **options)
         self._save = save
 
-    def update(self, weights: Any) -> None:
+    def update(self, weights: Any, version: int | None = None) -> None:
         """Writes weights with `save`, and loads them on the server.
+
+        Args:
+            weights: What `save` takes.
+            version: Their number in `Completion.versions`, by default one more than that of the last weights.
 
         Raises:
             ServerError: when the server cannot be reached, is in another mode, or does not load them.
@@ -43,3 +47,4 @@ class ReloadingServerEngine(ServerEngine):
         finally:
             self._post("/resume", {})
         self.updates += 1
+        self.version = self.version + 1 if version is None else version

@@ -1,14 +1,12 @@
-"""Heads of encoders: for masked tokens, or for classes of whole sequences. Letter in shapes: C = D + 1."""
+"""Heads of encoders: for masked tokens, or for classes of whole sequences."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.sharding import constrain
 from maxlib.weights import Computed, HFConfig
 
 
@@ -44,37 +42,13 @@ class Transform(nnx.Module):
 class EncoderLM(nn.Decoder):
     """Base class of encoders with a head over the vocabulary, or over classes.
 
-    The head has a bias: `hidden` ends with a one, and the bias is the last column of `head_weight`. So losses compute
-    the same as for a decoder. The targets of `NextToken` are the tokens behind masks; or, for classes, the class of a
-    document at its first token; and -1 elsewhere.
+    The targets of `NextToken` are the tokens behind masks; or, for classes, the class of a document at its first token;
+    and -1 elsewhere.
 
-    A subclass makes `head` for classes, or leaves it None for a head tied to `embed`, and `bias`.
+    A subclass makes `head` for classes, or leaves it None for a head tied to `embed`, and `head_bias`.
     """
 
-    bias: nnx.Param | None
     has_cache = False
-
-    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T C"]:
-        """Returns the input of the head, `norm(x)`, and a one if the head has a bias."""
-        hidden = super().leave(x, ctx)
-        if self.bias is None:
-            return hidden
-        return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
-
-    def head_weight(self) -> Float[Array, "V C"]:
-        """Returns the head's matrix, and its bias as the last column."""
-        weight = super().head_weight()
-        return weight if self.bias is None else jnp.concatenate([weight, self.bias[...][:, None]], axis=1)
-
-    def logits(self, hidden: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
-        """Returns the scores of tokens or of classes in float32."""
-        weight = self.head_weight().astype(hidden.dtype)
-        logits = jnp.einsum("...D,VD->...V", hidden, weight, preferred_element_type=jnp.float32)
-        return constrain(logits, "batch", "seq", "act_vocab")
-
-    def init_cache(self, batch: int, capacity: int, **_: Any) -> NoReturn:
-        """Raises ValueError: tokens attend to later ones, so an encoder cannot decode one by one."""
-        raise ValueError(f"{type(self).__name__} is an encoder, which has no cache: call it with whole sequences")
 
 
 def labels(architecture: str | Callable[[Any], str]) -> Computed:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -49,24 +50,32 @@ class TextDecoder(nn.Decoder):
 
 
 class PositionedDecoder(nn.Decoder):
-    """Decoder that adds a trained vector for each position to its first input (`nn.LearnedPositions`)."""
+    """Decoder that adds a trained vector for each position to its first input (`nn.LearnedPositions`).
+
+    Attributes:
+        positions: The table.
+        first_position: Row of the first token.
+    """
 
     positions: nn.LearnedPositions
+    first_position: int = 0
 
     def enter(self, x: Float[Array, "B T D"], *, cache: nn.cache.Cache | None = None, **inputs: Any):
         """Returns `x` with its positions added, and the context; see `nn.Decoder.enter`."""
         x, ctx = super().enter(x, cache=cache, **inputs)
         # Added after a split sequence is reordered, by the tokens' positions, which are reordered with them.
-        return constrain(x + self.positions(ctx, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
+        first, length = self.first_position, ctx.rope_length
+        rows = replace(ctx, positions=ctx.positions + first, rope_length=None if length is None else length + first)
+        return constrain(x + self.positions(rows, dtype=x.dtype), "batch", "seq", "act_embed"), ctx
 
     @property
     def max_length(self) -> int:
-        """Number of positions in the table."""
-        return self.positions.length
+        """Number of positions that text can have."""
+        return self.positions.length - self.first_position
 
     def init_cache(self, batch: int, capacity: int, *, dtype: Any = jnp.bfloat16, rope_length: int | None = None):
         """Returns an empty cache for `capacity` tokens a row. Raises ValueError if there are fewer positions."""
-        self.positions.check(capacity)
+        self.positions.check(capacity + self.first_position)
         return super().init_cache(batch, capacity, dtype=dtype)
 
 

@@ -95,7 +95,7 @@ class Bert(EncoderLM):
         else:
             self.norm = Transform(cfg.dim, jnp.tanh, rngs=rngs)
             self.head = nn.Embed(len(cfg.labels), cfg.dim, rngs=rngs)
-        self.bias = nnx.Param(jnp.zeros(cfg.vocab if cfg.labels is None else len(cfg.labels)), axes=("vocab",))
+        self.head_bias = nnx.Param(jnp.zeros(cfg.vocab if cfg.labels is None else len(cfg.labels)), axes=("vocab",))
 
     def embed_inputs(
         self, tokens: Int[Array, "B T"], *, token_types: Int[Array, "B T"] | None = None, **inputs: Any
@@ -199,7 +199,11 @@ def _head(cfg: Config, model: str) -> Table:
             if cfg.first_position
             else (f"{model}.pooler.dense", "classifier")
         )
-        return [*names.linear(dense, "norm.dense"), Weight(f"{out}.weight", "head.w"), Weight(f"{out}.bias", "bias")]
+        return [
+            *names.linear(dense, "norm.dense"),
+            Weight(f"{out}.weight", "head.w"),
+            Weight(f"{out}.bias", "head_bias"),
+        ]
     if cfg.first_position:
         head = [*names.linear("lm_head.dense", "norm.dense"), *names.layer_norm("lm_head.layer_norm", "norm.norm")]
         name = "lm_head"
@@ -207,7 +211,7 @@ def _head(cfg: Config, model: str) -> Table:
         head, name = names.linear("cls.predictions.transform.dense", "norm.dense"), "cls.predictions"
     return [
         *head,
-        Weight(f"{name}.bias", "bias"),
+        Weight(f"{name}.bias", "head_bias"),
         Copy(f"{name}.decoder.weight", of=f"{model}.embeddings.word_embeddings.weight"),
         Copy(f"{name}.decoder.bias", of=f"{name}.bias"),
         # Of pre-training's second task, and of other heads.

@@ -93,7 +93,7 @@ class ModernBert(EncoderLM):
         is_tied = cfg.labels is None and cfg.tied
         self.head = None if is_tied else nn.Embed(count, cfg.dim, rngs=rngs)
         has_bias = cfg.labels is not None or cfg.head_bias
-        self.bias = nnx.Param(jnp.zeros(count), axes=("vocab",)) if has_bias else None
+        self.head_bias = nnx.Param(jnp.zeros(count), axes=("vocab",)) if has_bias else None
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any):
         """Returns normed vectors, and the context; see `nn.Decoder.enter`."""
@@ -222,7 +222,7 @@ def _table(cfg: Config) -> Table:
         *names.linear("head.dense", "norm.dense"),
         *names.layer_norm("head.norm", "norm.norm"),
         Weight(f"{head}.weight", "head.w"),
-        Weight(f"{head}.bias", "bias"),
+        Weight(f"{head}.bias", "head_bias"),
         Copy("decoder.weight", of=embed),
     ]
 

@@ -83,6 +83,7 @@ from maxlib.nn.experts._linear import ExpertLinear as ExpertLinear
 from maxlib.nn.experts._moe import MoE as MoE
 from maxlib.nn.mixer import SequenceMixer as SequenceMixer
 from maxlib.nn.mixer import with_attention as with_attention
+from maxlib.nn.mixer import with_mask as with_mask
 from maxlib.nn.norm import LayerNorm as LayerNorm
 from maxlib.nn.norm import RMSNorm as RMSNorm
 from maxlib.nn.recurrent._delta_net import GatedDeltaNet as GatedDeltaNet

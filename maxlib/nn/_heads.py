@@ -183,5 +183,6 @@ def with_head(model: Any, head: nnx.Module) -> Any:
         head: A `ScoreHead`, an `EmbeddingHead`, or a module of your own.
     """
     model = jax.tree.map(lambda leaf: leaf, model)
-    model.head, model.softcap = head, None  # a cap is for logits of tokens
+    # A cap and a bias are for logits of tokens.
+    model.head, model.softcap, model.head_bias = head, None, None
     return model

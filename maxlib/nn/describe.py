@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.text import to_text
-from maxlib.nn._position_bias import RelativeBias
+from maxlib.nn._position_bias import ALiBi, RelativeBias
 from maxlib.nn.cache import layer_caches
 from maxlib.nn.decoder._positions import LearnedPositions
 from maxlib.nn.experts._moe import MoE
@@ -58,6 +58,8 @@ def features(model: Any) -> tuple[str, ...]:
 def _labels(model: Any) -> Iterator[str]:
     """Yields the labels of `features`, perhaps repeatedly."""
     stacks = _stacks(model)
+    if isinstance(getattr(model, "position_bias", None), ALiBi):
+        yield "ALiBi"
     if _all(LearnedPositions, model):
         yield "learned positions"
     if _all(RelativeBias, model):
@@ -106,7 +108,7 @@ def cache_kinds(model: Any) -> tuple[str, ...]:
     # Long enough for every window to get a ring, but no longer than a table of learned positions.
     if not getattr(model, "has_cache", True):
         return ()
-    capacity = min([LONG, *(table.length for table in _all(LearnedPositions, model))])
+    capacity = min([LONG, *(model.max_length for _ in _all(LearnedPositions, model))])
     cache = jax.eval_shape(lambda model: model.init_cache(1, capacity), model)
     # A cache without a name has that of its class.
     return tuple(sorted({getattr(c, "kind", None) or type(c).__name__ for c in layer_caches(cache.layers)}))

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from maxlib.nn.cache import is_quantized
 from maxlib.nn.decoder._context import Context
-from maxlib.ops import attention_implementations
+from maxlib.ops import BlockCausal, Mask, attention_implementations
+from maxlib.sharding.pipelining import stages
 from maxlib.sharding.strategies import SplitSequence
 
 Traffic = dict[str, float]
@@ -31,6 +32,7 @@ class SequenceMixer(nnx.Module):
         quantizable_cache: True if `init_cache` accepts int8 and float8.
         probes_scores: True if `queries_and_keys` is implemented.
         takes_position_bias: True if its scores are those of `ctx.position_bias` too, or not those of self-attention.
+        takes_pairs: True if it supports masks with pairs of rows (`ops.BlockCausal`).
         kind: Its name in tables, such as "GQA"; None means the name of the class.
         features: Labels, for tables, of the options that distinguish it from others of its kind.
     """
@@ -40,6 +42,7 @@ class SequenceMixer(nnx.Module):
     quantizable_cache: ClassVar[bool] = False
     probes_scores: ClassVar[bool] = False
     takes_position_bias: ClassVar[bool] = False
+    takes_pairs: ClassVar[bool] = False
     kind: ClassVar[str | None] = None
     features: ClassVar[tuple[str, ...]] = ()
 
@@ -112,6 +115,67 @@ def check_position_bias(stack: Any, ctx: Any) -> None:
         raise ValueError(
             f"{', '.join(sorted(others))} does not add a position bias to its scores: use nn.Attention, or no position_bias"
         )
+
+
+def check_pairs(stack: Any, ctx: Any) -> None:
+    """Raises ValueError for a mask with pairs of rows if a layer does not support it, or stages split the rows."""
+    if not any(isinstance(mask, BlockCausal) and mask.pairs for mask in getattr(ctx, "masks", ())):
+        return
+    if others := sorted({type(mixer).__name__ for mixer in mixers(stack) if not mixer.takes_pairs}):
+        raise ValueError(
+            f"{', '.join(others)} does not support pairs of a text and its noisy copy: use nn.Attention, or a mask "
+            "without pairs"
+        )
+    if stages() > 1:
+        raise ValueError(
+            "a pipeline would split pairs of a text and its noisy copy: use another layout, or a mask without pairs"
+        )
+
+
+def with_mask(model: Any, mask: Mask) -> Any:
+    """Replaces the mask of all layers of a model, for example to train a decoder as a block-diffusion model:
+
+        model = nn.with_mask(model, ops.BlockCausal(32))
+
+    Args:
+        model: The model. It is not changed, and shares its arrays with the result.
+        mask: The mask of every layer.
+
+    Raises:
+        ValueError: when a layer mixes tokens in an order of its own, such as a recurrence.
+    """
+    if others := sorted({type(m).__name__ for m in mixers(model) if not isinstance(getattr(m, "mask", None), Mask)}):
+        raise ValueError(f"every layer must have a mask, but {', '.join(others)} has none to replace")
+
+    def is_mixer(x: Any) -> bool:
+        return isinstance(x, SequenceMixer)
+
+    def change(x: Any) -> Any:
+        if not is_mixer(x):
+            return x
+        new = jax.tree.map(lambda a: a, x)
+        new.mask = mask
+        return new
+
+    return jax.tree.map(change, model, is_leaf=is_mixer)
+
+
+def block_mask(model: Any) -> BlockCausal | None:
+    """Returns the mask of a block-diffusion model, None for a model without blocks.
+
+    Args:
+        model: Any model; `nn.Decoder.masks` lists its masks.
+
+    Raises:
+        ValueError: when its layers have different masks.
+    """
+    masks = list(getattr(model, "masks", ()))
+    blocks = [mask for mask in masks if isinstance(mask, BlockCausal)]
+    if not blocks and all(mask.block_size == 1 for mask in masks):
+        return None
+    if len(masks) > 1 or not blocks:
+        raise ValueError(f"all layers must have the same mask with blocks, got {masks}; see nn.with_mask")
+    return blocks[0]
 
 
 def check_cache_dtype(model: Any, dtype: Any) -> None:

@@ -3,6 +3,7 @@
 from maxlib.kernels.tile_sizes import tile_sizes as tile_sizes
 from maxlib.ops import tiles as tiles
 from maxlib.ops._attention import BidirectionalBlocks as BidirectionalBlocks
+from maxlib.ops._attention import BlockCausal as BlockCausal
 from maxlib.ops._attention import Causal as Causal
 from maxlib.ops._attention import Chunked as Chunked
 from maxlib.ops._attention import Full as Full

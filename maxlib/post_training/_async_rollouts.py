@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from maxlib.inference import Engine
 
 Row = dict[str, Any]
@@ -13,9 +15,10 @@ class AsyncRollouts:
     """A loader as `Rollouts`, whose batches several engines sample in threads while the model trains.
 
     Batch n is trained on in step n, and no engine begins it with weights older than those of step
-    `n - max_staleness`: it waits for newer ones. So nothing is sampled to be dropped. The metric `staleness` is the age
-    of the last batch's weights in steps. A policy loss learns from older samples with a correction by
-    `sampler_log_probs`, or with `old_log_probs`.
+    `n - max_staleness`: it waits for newer ones. So nothing is sampled to be dropped, unless `sample` returns rows that
+    were begun earlier: rows whose `weight_versions` are older teach nothing, and the metric `stale` is their share. The
+    metric `staleness` is the age of the oldest other row's weights in steps. A policy loss learns from older samples
+    with a correction by `sampler_log_probs`, or with `old_log_probs`.
 
         def sample(engine, number):
             ...
@@ -112,16 +115,27 @@ class AsyncRollouts:
             while (job := self._next_job()) is not None:
                 number, (newest, weights) = job
                 if newest != version:
-                    engine.update(weights)
+                    engine.update(weights, newest)
                     version = newest
                 batch, metrics = self.sample(engine, number)
+                batch, ages = self._limited(batch, number, newest)
                 with self._changed:
-                    self._done[number] = batch, {**metrics, "staleness": number - newest}
+                    self._done[number] = batch, {**metrics, **ages}
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _limited(self, batch: Row, number: int, newest: int) -> tuple[Row, dict[str, float]]:
+        """Returns a batch in which rows by too old weights teach nothing, and metrics of the age of the weights."""
+        batch = dict(batch)
+        ages = number - np.asarray(batch.pop("weight_versions", newest))
+        is_old = ages > self.max_staleness
+        if not is_old.any():
+            return batch, {"staleness": int(ages.max()), "stale": 0.0}
+        batch["targets"] = np.where(is_old[:, None], -1, batch["targets"])
+        return batch, {"staleness": int(ages[~is_old].max(initial=0)), "stale": float(is_old.mean())}
 
     def _next_job(self) -> tuple[int, tuple[int, Any]] | None:
         """Returns the number of the next batch once there are new enough weights, with these; None at the end."""

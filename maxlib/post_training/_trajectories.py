@@ -37,11 +37,15 @@ class Trajectory:
         parts: Parts of the text; the first is a prompt.
         images: For vision models, the `nn.vision.Patches` of its placeholders, or None.
         sampler: The sampler of the model's parts, if it is known.
+        routes: Experts of its first tokens as an engine recorded them, `_ L X`; they become `routed_experts`.
+        version: Version of the oldest weights that drew a token, if it is known.
     """
 
     parts: Sequence[Part]
     images: Any = None
     sampler: Sampler | None = None
+    routes: np.ndarray | None = None
+    version: int | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -62,12 +66,15 @@ def join_turns(turns: Iterable[tuple[Prompt, Completion]]) -> list[Trajectory]:
     joined: list[Trajectory] = []
     for prompt, completion in turns:
         tokens, before = list(prompt.tokens), joined[-1].tokens if joined else []
-        parts = [Part(tokens)]
+        parts, routes, version = [Part(tokens)], completion.routes, completion.version
         if joined and tokens[: len(before)] == before:
-            added = tokens[len(before) :]
-            parts = [*joined.pop().parts, *([Part(added)] if added else [])]
+            added, former = tokens[len(before) :], joined.pop()
+            parts = [*former.parts, *([Part(added)] if added else [])]
+            if routes is not None and former.routes is not None:  # those that earlier turns were drawn with
+                routes = np.concatenate([former.routes, routes[len(former.routes) :]])
+            version = min((v for v in (former.version, version) if v is not None), default=None)
         sampled = Part(completion.tokens, True, completion.log_probs)
-        joined.append(Trajectory([*parts, sampled], prompt.images, completion.sampler))
+        joined.append(Trajectory([*parts, sampled], prompt.images, completion.sampler, routes, version))
     return joined
 
 
@@ -107,7 +114,7 @@ def trajectory_batch(
         nothing = Trajectory([Part([])])
         made += [_row(len(made), nothing, 0.0, scored=scored, length=length, blank=blank)] * missing
     batch = jax.tree.map(lambda *x: np.stack(x), *made)
-    return batch if sampler is None else batch | {"sampler": sampler}
+    return batch | _of_engine(trajectories, len(made), length) | ({} if sampler is None else {"sampler": sampler})
 
 
 def completion_batch(
@@ -164,9 +171,10 @@ def completion_batch(
             f"as ImageProcessor.blank(patches), got {len(images)} of them and blank={type(blank).__name__}"
         )
     seen, sampler = images or [None] * len(prompts), next(iter(samplers), None)
+    reported = [(x.routes, x.version) if isinstance(x, Completion) else (None, None) for x in completions]
     trajectories = [
-        Trajectory([Part(prompt), Part(text, True, log_probs)], patches, sampler)
-        for prompt, text, log_probs, patches in zip(prompts, texts, scores, seen, strict=True)
+        Trajectory([Part(prompt), Part(text, True, log_probs)], patches, sampler, *of_engine)
+        for prompt, text, log_probs, patches, of_engine in zip(prompts, texts, scores, seen, reported, strict=True)
     ]
     return trajectory_batch(trajectories, advantages, length=length, blank=blank)
 
@@ -182,6 +190,20 @@ def _common_sampler(trajectories: Sequence[Trajectory]) -> tuple[Sampler | None,
             f"for {sum(part.log_probs is not None for part in sampled)} of {len(sampled)} sampled parts"
         )
     return next(iter(samplers), None), scored == {True}
+
+
+def _of_engine(trajectories: Sequence[Trajectory], rows: int, length: int) -> Row:
+    """Returns the routes and the versions of weights that engines reported for all trajectories."""
+    routes, versions = [t.routes for t in trajectories], [t.version for t in trajectories]
+    batch: Row = {}
+    if routes and all(route is not None for route in routes):
+        arrays = [route for route in routes if route is not None]
+        blanks = [arrays[0][:0]] * (rows - len(arrays))
+        batch["routed_experts"] = nn.router.route_rows([*arrays, *blanks], length=length)
+    known = [version for version in versions if version is not None]
+    if known and len(known) == len(versions):
+        batch["weight_versions"] = np.array(known + [max(known)] * (rows - len(known)), np.int32)
+    return batch
 
 
 def _row(

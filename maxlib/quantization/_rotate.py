@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -82,8 +81,11 @@ def _without_weights(model: Any, tokens: Array) -> Any:
 def _orthogonal(size: int, random: np.random.Generator) -> Float[np.ndarray, "D D"]:
     """Returns an orthogonal matrix that spreads every channel over all of them."""
     power = size & -size  # the largest power of two that divides it
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < power:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])  # Sylvester's
     rest = np.linalg.qr(random.standard_normal((size // power, size // power)))[0]
-    return np.kron(scipy.linalg.hadamard(power) / np.sqrt(power), rest) * random.choice([-1.0, 1.0], size)[:, None]
+    return np.kron(hadamard / np.sqrt(power), rest) * random.choice([-1.0, 1.0], size)[:, None]
 
 
 def _along(value: Array, axes: tuple[str, ...], rotation: np.ndarray) -> Array:

@@ -10,6 +10,7 @@ from maxlib._lazy import lazy
 if TYPE_CHECKING:
     from maxlib.training import losses as losses
     from maxlib.training import probes as probes
+    from maxlib.training._diffusion import MaskedDiffusion as MaskedDiffusion
     from maxlib.training._eight_bit import eight_bit_moments as eight_bit_moments
     from maxlib.training._evaluation import Evaluation as Evaluation
     from maxlib.training._evaluation import evaluate as evaluate

@@ -26,7 +26,7 @@ ALL = {"target_modules": "all-linear"}
 # PEFT adapts no `out_proj` of Mamba's, transformers opens no text of these three by itself, and these are no families;
 # Llamas are below.
 MAMBA, NO_TEXT = ("falcon_h1", "nemotron_h"), ("mistral4", "muse_glimmer", "qwen3_vl")
-OTHERWISE = ("llama", "llama4", *MAMBA, *NO_TEXT, "image_encoders", "combinations", "layer_combinations")
+OTHERWISE = ("llama", "llama4", *MAMBA, *NO_TEXT, "image_encoders", "combinations", "layer_combinations", "diffusion")
 # By name: the family, its case in tests/models, and fields of a LoraConfig.
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama", 0, ALL | {"rank_pattern": {"layers.0.*q_proj": 2, "o_proj": 5}, "alpha_pattern": {"v_proj": 3}}),

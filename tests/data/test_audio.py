@@ -60,6 +60,27 @@ def test_frames_are_those_of_transformers():
     np.testing.assert_allclose(got.frames[:6, :size], clips.frames, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("bands", [80, 128])
+def test_frames_of_whisper_are_those_of_transformers(bands, tmp_path):
+    """And are what its model hears; transformers computes in float32."""
+    pytest.importorskip("torch")
+    module = pytest.importorskip("transformers.models.whisper.feature_extraction_whisper")
+    fields = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bands, "n_fft": 400}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text("{}")
+    ours = data.AudioProcessor.from_directory(tmp_path)
+    for sound in (*sounds()[:3], np.random.RandomState(1).uniform(-1, 1, 480_000)):
+        want = module.WhisperFeatureExtractor(feature_size=bands)(sound, sampling_rate=RATE, return_tensors="np")
+        clips = ours(sound)
+        np.testing.assert_allclose(clips.frames[0].T, want["input_features"][0], rtol=0, atol=2e-4)
+        assert np.abs(clips.frames[0].T - want["input_features"][0]).mean() < 1e-5
+        assert clips.lengths.tolist() == [3000] and ours.frame_dim == bands
+    with pytest.raises(ValueError, match=r"1 to 480000 samples \(30 seconds\), got 480001"):
+        ours(np.zeros(480_001))
+    with pytest.raises(ValueError, match="without placeholders"):
+        ours.placeholders(3000)
+
+
 def test_samples_of_the_12b_model_are_those_of_transformers():
     pytest.importorskip("torch")
     module = pytest.importorskip("transformers.models.gemma4_unified.feature_extraction_gemma4_unified")
@@ -183,8 +204,13 @@ def test_settings_are_read_from_a_directory(tmp_path):
     for name, value in {"hop_length": 80, "dither": 0.1, "per_bin_mean": [1.0], "sampling_rate": 8000}.items():
         with pytest.raises(ValueError, match=f"{name} must be"):
             data.AudioProcessor.from_directory(directory(tmp_path, fields | {name: value}, config))
+<<<<<<< HEAD
     with pytest.raises(ValueError, match="feature_extractor_type must be one of Gemma4Audio.*, got 'Speech"):
         other = {"feature_extractor_type": "SpeechT5FeatureExtractor"}
+=======
+    with pytest.raises(ValueError, match="feature_extractor_type must be one of Gemma4Audio.*, got 'Seamless"):
+        other = {"feature_extractor_type": "SeamlessM4TFeatureExtractor"}
+>>>>>>> main
         data.AudioProcessor.from_directory(directory(tmp_path, other, config))
     with pytest.raises(ValueError, match="must have an audio_config"):
         data.AudioProcessor.from_directory(directory(tmp_path, fields, {"audio_config": None}))

@@ -281,7 +281,7 @@ def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):
     with pytest.raises(ValueError, match="must be a file, under 'image' or 'path', got 'https://x/y.png'"):
         read(chat("https://x/y.png"))
     film = {"role": "user", "content": [{"type": "video", "path": "x.mp4"}]}
-    with pytest.raises(ValueError, match="images, not videos"):
+    with pytest.raises(ValueError, match="the chat has 1 videos: pass videos="):
         read({"messages": [film, {"role": "assistant", "content": "ok"}]})
 
 

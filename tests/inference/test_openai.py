@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -14,11 +15,13 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import maxlib
 from maxlib import inference, ops
+from maxlib.models import llama
 from maxlib.tokenization import ChatTemplate
-from tests.nn.tiny import filled_llama
+from tests.nn.tiny import filled, filled_llama
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -234,6 +237,7 @@ GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
         (400, {"json": GOOD | {"prompt": []}}),
         (400, {"json": GOOD | {"prompt": [True]}}),
         (400, {"json": GOOD | {"prompt": "x" * 200}}),
+        (400, {"json": GOOD | {"prompt": "x" * 90_000}}),
         (400, {"json": GOOD | {"max_tokens": "9"}}),
         (400, {"json": GOOD | {"max_tokens": 0}}),
         (400, {"json": GOOD | {"temperature": -1}}),
@@ -276,8 +280,8 @@ def metrics(url):
     return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
 
 
-async def hammer(url, count):
-    """Requests that are good, malformed, left in the middle, or slow."""
+async def hammer(url, count, length):
+    """Requests that are good, malformed, left in the middle, too long, or slow."""
     rng = np.random.default_rng(0)
     limits = httpx.Limits(max_connections=32)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
@@ -288,8 +292,9 @@ async def hammer(url, count):
                 return (await client.post("/v1/completions", json=body | {"max_tokens": 5})).status_code
             if kind == 1:
                 return (await client.post("/v1/completions", content=rng.bytes(50))).status_code
-            if kind == 2:
-                return (await client.post("/v1/completions", json=body | {"prompt": [1] * 20_000})).status_code
+            if kind == 2:  # 10^6 tokens, as ids and as text
+                prompt = [[1] * length, "p" * length][int(rng.integers(2))]
+                return (await client.post("/v1/completions", json=body | {"prompt": prompt})).status_code
             with contextlib.suppress(httpx.ReadTimeout):
                 if kind == 3:
                     await client.post("/v1/completions", json=body, timeout=httpx.Timeout(120, read=0.05))
@@ -297,7 +302,15 @@ async def hammer(url, count):
                 async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
                     async for _ in answer.aiter_lines():
                         break  # goes away after the first event
-            if kind == 5:  # reads slowly
+            if kind == 5 and rng.integers(2):  # writes slowly
+
+                async def pieces():
+                    for byte in json.dumps(body | {"max_tokens": 5}).encode():
+                        yield bytes([byte])
+                        await asyncio.sleep(0.002)
+
+                assert (await client.post("/v1/completions", content=pieces())).status_code == 200
+            elif kind == 5:  # reads slowly
                 async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
                     async for _ in answer.aiter_lines():
                         await asyncio.sleep(0.002)
@@ -306,11 +319,11 @@ async def hammer(url, count):
         return await asyncio.gather(*(one(n % 6) for n in range(count)))
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.full)])
-def test_clients_that_misbehave_leave_nothing_behind(model, count):
+@pytest.mark.parametrize(("count", "length"), [(24, 20_000), pytest.param(500, 1_000_000, marks=pytest.mark.full)])
+def test_clients_that_misbehave_leave_nothing_behind(model, count, length):
     engine, app = make_app(model)
     with running(app) as (_, url):
-        statuses = asyncio.run(hammer(url, count))
+        statuses = asyncio.run(hammer(url, count, length))
         for status, wanted in ((0, 200), (1, 400), (2, 400)):
             assert set(statuses[status::6]) == {wanted}
         end = time.monotonic() + 30
@@ -368,6 +381,28 @@ def test_a_thousand_samples_follow_a_schema(model):
         jsonschema.validate(json.loads(text), schema)
 
 
+def write_model(directory, model):
+    """Writes a model with the tokenizer of bytes."""
+    maxlib.save_pretrained(model, directory, overwrite=True)
+    TOKENIZER.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@contextlib.contextmanager
+def serving(directory, *flags):
+    """Runs `maxlib serve` in a process; yields it and its address."""
+    command = [sys.executable, "-m", "maxlib", "serve", str(directory), "--port", "0", "--dtype", "float32", *flags]
+    process = subprocess.Popen([*command, "--name", "tiny"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        url = next(m[1] for line in process.stderr if (m := re.search(r"running on (http://\S+)", line)))
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, url
+    finally:
+        process.kill()
+
+
 @pytest.mark.full
 def test_the_command_serves_lm_eval_and_ends_on_sigterm(tmp_path):
     """lm-eval's `local-completions` scores as our own harness; SIGTERM finishes what runs."""
@@ -376,26 +411,17 @@ def test_the_command_serves_lm_eval_and_ends_on_sigterm(tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    directory = tmp_path / "tiny"
-    maxlib.save_pretrained(filled_llama(num_layers=2, vocab=VOCAB, rope=ops.Rope(12, max_length=128)), directory)
-    TOKENIZER.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "maxlib", "serve", str(directory), "--port", "0", "--dtype", "float32"]
-    process = subprocess.Popen([*command, "--name", "tiny"], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        url = next(m[1] for line in process.stderr if (m := re.search(r"running on (http://\S+)", line)))
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+    write_model(tmp_path, filled_llama(num_layers=2, vocab=VOCAB, rope=ops.Rope(12, max_length=128)))
+    with serving(tmp_path) as (process, url):
         theirs = LocalCompletionsAPI(
             model="tiny",
             base_url=f"{url}/v1/completions",
-            tokenizer=str(directory),
+            tokenizer=str(tmp_path),
             tokenizer_backend="huggingface",
             tokenized_requests=True,
             num_concurrent=1,
         )
-        ours = inference.Harness.from_pretrained(directory, dtype=jnp.float32)
+        ours = inference.Harness.from_pretrained(tmp_path, dtype=jnp.float32)
         pairs = [("the house", " is red"), ("a wall", " of stone"), ("x", "y")]
         requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
         for got, want in zip(theirs.loglikelihood(requests), ours.loglikelihood(requests), strict=True):
@@ -410,5 +436,35 @@ def test_the_command_serves_lm_eval_and_ends_on_sigterm(tmp_path):
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         process.wait(30)
-    finally:
-        process.kill()
+
+
+@pytest.mark.full
+def test_a_server_on_a_mesh_writes_the_same(tmp_path):
+    rope = ops.Rope(8, max_length=128)
+    cfg = llama.Config(vocab=264, num_layers=2, dim=64, mlp_dim=96, num_heads=8, num_kv_heads=8, head_dim=8, rope=rope)
+    model = filled(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))
+    write_model(tmp_path, model)
+    prompts = [TOKENIZER.encode(text).ids for text in ("One wall", "Two walls", "A house without any")]
+    want = inference.LocalEngine(model, dtype=jnp.float32).generate(prompts, max_new_tokens=12, stop_token_ids=[EOS])
+    with serving(tmp_path, "--tensor", "8") as (_, url):
+        got = inference.ServerEngine(url, "tiny").generate(prompts, max_new_tokens=12, stop_token_ids=[EOS])
+    for (completion,), (alone,) in zip(got, want, strict=True):
+        assert completion.tokens == alone.tokens
+        np.testing.assert_allclose(completion.log_probs, alone.log_probs, atol=1e-5)
+
+
+@pytest.mark.full
+def test_vllms_benchmark_client_reads_all_answers(tmp_path):
+    """`MAXLIB_VLLM` is the Python of an environment with vLLM, see test_vllm.py."""
+    if (python := os.environ.get("MAXLIB_VLLM")) is None:
+        pytest.skip("MAXLIB_VLLM must be a Python with vLLM")
+    write_model(tmp_path, filled_llama(num_layers=2, vocab=VOCAB, rope=ops.Rope(12, max_length=128)))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with serving(tmp_path) as (_, url):
+        command = [python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--base-url", url, "--model", "tiny"]
+        command += ["--tokenizer", str(tmp_path), "--dataset-name", "random", "--random-input-len", "40"]
+        command += ["--random-output-len", "20", "--num-prompts", "24", "--ignore-eos", "--backend", "openai"]
+        command += ["--save-result", "--result-filename", str(tmp_path / "result.json")]
+        subprocess.run(command, env=environment | {"HF_HUB_OFFLINE": "1"}, check=True, timeout=300)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["completed"] == 24 and result["total_output_tokens"] == 24 * 20

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlib import nn
 from maxlib.inference import GREEDY, LocalEngine, LogitBias, Sampler
-from tests.nn.tiny import LLAMA, filled_llama
+from maxlib.inference import _continuous as continuous
+from maxlib.models import mistral
+from tests.nn.tiny import LLAMA, filled, filled_llama
 from tests.outside_recurrent import Hybrid
 
 RNG = np.random.default_rng(0)
@@ -57,13 +60,55 @@ def test_reuse_chunks_drafts_and_order_change_no_text(model):
     equal(got, want)
     assert cached > 200
     random.Random(1).shuffle(order)
-    equal(run(LocalEngine(model, slots=2, capacity=96, chunk=16, num_drafts=3, dtype=jnp.float32), order)[0], want)
+    engine = LocalEngine(model, slots=2, cache_tokens=192, chunk=16, num_drafts=3, dtype=jnp.float32)
+    equal(run(engine, order)[0], want)
+    equal(run(LocalEngine(model, slots=20, dtype=jnp.float32), order)[0], want)  # a step runs ten rows
+
+
+def count_calls(monkeypatch, name):
+    """Returns a list that grows with each call of a program of the engine."""
+    calls, program = [], getattr(continuous, name)
+    monkeypatch.setattr(continuous, name, lambda *args, **options: calls.append(1) or program(*args, **options))
+    return calls
+
+
+def test_rows_wait_for_blocks_and_give_them_back(model, monkeypatch):
+    """Three rows that end with three blocks each do not fit four: the newest is computed again, and draws the same."""
+    prompts = [[*SYSTEM, *RNG.integers(0, 40, n).tolist()] for n in (13, 15, 12)]
+    sampler = Sampler(0.8, presence_penalty=0.5)
+    options = {"max_new_tokens": [100, 90, 80], "sampler": sampler, "key": jax.random.key(5)}
+    want = LocalEngine(model, slots=3, dtype=jnp.float32).generate(prompts, **options)
+    engine, calls = LocalEngine(model, slots=3, cache_tokens=300, dtype=jnp.float32), count_calls(monkeypatch, "insert")
+    got = engine.generate(prompts, **options)
+    assert len(calls) > 3 and engine.cache_tokens == 256
+    for (completion,), (alone,) in zip(got, want, strict=True):
+        assert completion.tokens == alone.tokens
+        np.testing.assert_allclose(completion.log_probs, alone.log_probs, atol=1e-5)
+    engine.update(model)  # forgets what is kept for reuse
+    assert engine._blocks.num_free == len(engine._blocks) == 4
+    with pytest.raises(ValueError, match="memory of 256 tokens, got 257"):
+        engine.submit(prompts[0], max_new_tokens=207)
+
+
+def test_rows_share_the_blocks_of_their_common_beginning(model):
+    system, engine = RNG.integers(0, 40, 130).tolist(), LocalEngine(model, slots=4, dtype=jnp.float32)
+    first = engine.submit([*system, 1], max_new_tokens=20)
+    next(iter(first))
+    rows = [engine.submit([*system, n], max_new_tokens=20) for n in range(2, 5)]
+    samples = [engine.submit([*system, 4], max_new_tokens=20) for _ in range(2)]  # of one prompt
+    for row in rows:
+        next(iter(row))
+    assert len(engine._blocks) - engine._blocks.num_free == 2 + 4  # two blocks of all, and one of each
+    assert [row.cached for row in rows] == [130] * 3
+    want = LocalEngine(model, slots=1, reuse=False, dtype=jnp.float32).generate([[*system, 4]], max_new_tokens=20)
+    assert [row.result().tokens for row in (rows[2], *samples)] == [want[0][0].tokens] * 3
 
 
 def test_a_state_is_reused_by_what_continues_all_of_it(monkeypatch):
     """It cannot be rewound: a conversation goes on from its slot, also after a stop token."""
     model = jax.jit(lambda: Hybrid(rngs=nnx.Rngs(0)))()
-    engine, alone = (LocalEngine(model, slots=2, reuse=reuse, chunk=16, dtype=jnp.float32) for reuse in (True, False))
+    engine = LocalEngine(model, slots=16, chunk=16, dtype=jnp.float32)  # of which a step runs eight
+    alone = LocalEngine(model, slots=2, reuse=False, chunk=16, dtype=jnp.float32)
     first = engine.submit(SYSTEM, max_new_tokens=9).result().tokens
     stop = first[4]
     conversation = [*SYSTEM]
@@ -160,6 +205,25 @@ def test_slots_grow_while_rows_run(model):
     assert [short.result().tokens, long.result().tokens] == [one.tokens for (one,) in want]
 
 
+def test_a_window_becomes_a_ring_when_a_longer_request_comes():
+    """It waits until rows with an entry for each token have ended; a bounded memory has rings from the start."""
+    cfg = mistral.Config(
+        vocab=61, num_layers=2, dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=12, rope=LLAMA.rope, window=70
+    )
+    model = filled(lambda: mistral.Mistral(cfg, rngs=nnx.Rngs(0)))
+    prompts, limits = [PROMPTS[4], PROMPTS[1], PROMPTS[0]], [20, 60, 30]
+    want = [LocalEngine(model, slots=1, dtype=jnp.float32).generate([p], max_new_tokens=n)[0][0].tokens
+            for p, n in zip(prompts, limits, strict=True)]  # fmt: skip
+    engine, bounded = (LocalEngine(model, slots=2, cache_tokens=n, dtype=jnp.float32) for n in (None, 256))
+    for each in (engine, bounded):
+        first = each.submit(prompts[0], max_new_tokens=20)
+        next(iter(first))
+        rest = [each.submit(p, max_new_tokens=n) for p, n in zip(prompts[1:], limits[1:], strict=True)]
+        assert [request.result().tokens for request in (first, *rest)] == want
+    assert engine._state is not None
+    assert {type(cache) for cache in nn.cache.layer_caches(engine._state.caches.model.layers)} == {nn.cache.RingCache}
+
+
 def test_async_requests_run_together_and_can_be_cancelled(model):
     engine = LocalEngine(model, slots=2, capacity=96, dtype=jnp.float32)
     want = [engine.submit(prompt, max_new_tokens=8).result().tokens for prompt in PROMPTS]
@@ -188,10 +252,7 @@ def test_async_requests_run_together_and_can_be_cancelled(model):
 
 
 def test_drafts_save_steps_of_a_text_that_repeats_itself(model, monkeypatch):
-    from maxlib.inference import _continuous as continuous
-
-    steps, step = [], continuous.step
-    monkeypatch.setattr(continuous, "step", lambda *args, **options: steps.append(1) or step(*args, **options))
+    steps = count_calls(monkeypatch, "step")
     bias = LogitBias({3: 100.0}, vocab=LLAMA.vocab)
     engine = LocalEngine(model, slots=1, capacity=64, num_drafts=4, dtype=jnp.float32)
     with pytest.raises(ValueError, match="rejected draft cannot be removed"):

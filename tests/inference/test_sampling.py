@@ -1,5 +1,7 @@
 """Filters against their definitions, samples against their distribution."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from maxlib.inference import GREEDY, Sampler
 from maxlib.inference import _slots as slots
-from maxlib.inference._sampling import scaled
+from maxlib.inference._sampling import Keys, scaled
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.06, 0.04], [0.04, 0.06, 0.15, 0.25, 0.5]]))
 
@@ -117,3 +119,10 @@ def test_a_low_temperature_draws_the_best(temperature):
     draws = slots._draw(logits[:, None], data, jnp.zeros(2, jnp.int32), None, settings, None, features, impl)
     np.testing.assert_array_equal(draws.token[:, 0], [2, 0])
     np.testing.assert_array_equal(draws.log_prob[:, 0], [0, 0])
+
+
+def test_threads_never_get_one_key():
+    keys = Keys(0)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        data = pool.map(lambda _: tuple(np.asarray(jax.random.key_data(keys(None)))), range(64))
+    assert len(set(data)) == 64

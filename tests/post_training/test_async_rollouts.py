@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from maxlib import post_training as pt
@@ -12,7 +13,7 @@ class Engine:
     def __init__(self, seconds=0.0):
         self.version, self.seconds, self.used = None, seconds, 0
 
-    def update(self, weights):
+    def update(self, weights, version=None):
         self.version = weights
 
     def generate(self, prompts, **_):
@@ -38,6 +39,17 @@ def test_no_batch_is_older_than_the_limit(limit):
             time.sleep(0.002)  # the step
     assert max(ages) == limit and ages[0] == 0
     assert all(engine.used for engine in engines) or limit == 0
+
+
+def test_rows_that_were_begun_with_older_weights_teach_nothing():
+    def sample(engine, number):
+        versions = np.array([engine.version, number - 3, number - 1])
+        return {"targets": np.ones((3, 4), np.int32), "weight_versions": versions}, {}
+
+    with pt.AsyncRollouts(sample, [Engine()], lambda: 0, max_staleness=1) as rollouts:
+        batch = next(rollouts)
+        assert batch.keys() == {"targets"} and batch["targets"][:, 0].tolist() == [1, -1, 1]
+        assert rollouts.metrics() == {"staleness": 1, "stale": pytest.approx(1 / 3)}
 
 
 def test_a_position_drops_what_was_sampled_ahead():

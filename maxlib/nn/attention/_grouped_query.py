@@ -14,20 +14,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
+from maxlib.kernels.attention.merge import merge_parts
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import Clip
 from maxlib.nn.remat import mark_heads
-from maxlib.ops import Causal, Mask, MaskHint, SlidingWindow, StaticMask, apply_rope
+from maxlib.ops import BlockCausal, Causal, Chunked, Mask, MaskHint, SlidingWindow, StaticMask, apply_rope
 from maxlib.sharding import constrain, current, shard_map_by_name
 from maxlib.sharding.layers import axis_size, mesh_axes, natural_order
 from maxlib.sharding.strategies import ContextParallel, RingAttention, UlyssesAttention
 
-CANNOT_TRAVEL = (
-    "chosen keys and position biases cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
-)
+CANNOT_TRAVEL = "chosen keys, position biases and pairs of rows cannot travel around a ring: split sequences by CP_GATHER or CP_ULYSSES"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +94,7 @@ class Attention(SequenceMixer):
     quantizable_cache: ClassVar[bool] = True
     probes_scores: ClassVar[bool] = True
     takes_position_bias: ClassVar[bool] = True
+    takes_pairs: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -178,7 +178,16 @@ class Attention(SequenceMixer):
         options = {"scale": self.scale, "softcap": self.softcap, "implementation": self.implementation}
         options["bias"] = ctx.position_bias
         # softmax(softcap(scale * q k^T)) v, [B, T, N, H]
-        out = attend(q, k, v, k_start, k_end, sinks, mask_hint=mask_hint, zigzag=ctx.zigzag, **options)
+        if isinstance(self.mask, BlockCausal) and self.mask.pairs:
+            if cache is not None:
+                raise ValueError(
+                    "pairs of rows are for training, not for a cache: "
+                    f"nn.with_mask(model, ops.BlockCausal({self.mask.block}))"
+                )
+            own_block = ctx.key_intervals(Chunked(self.mask.block))
+            out = _attend_pairs(q, k, v, (k_start, k_end), own_block, sinks, zigzag=ctx.zigzag, **options)
+        else:
+            out = attend(q, k, v, k_start, k_end, sinks, mask_hint=mask_hint, zigzag=ctx.zigzag, **options)
         # o(act(gate(x)) * out), [B, T, N, H] -> [B, T, D]
         if self.gate is not None and self.out_gate_act is not None:
             out = out * self.out_gate_act(self.gate(x))
@@ -340,6 +349,25 @@ def attend(
         ValueError: if Ulysses' all-to-all cannot divide the heads over the devices; for a bias whose keys travel around
             a ring.
     """
+    options = {"scale": scale, "softcap": softcap, "implementation": implementation}
+    return _attend(q, k, v, k_start, k_end, sinks, bias, mask_hint=mask_hint, zigzag=zigzag, **options)
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array | int,
+    k_start: Array,
+    k_end: Array,
+    sinks: Array | None = None,
+    bias: Array | None = None,
+    *,
+    mask_hint: MaskHint | None = None,
+    zigzag: bool = False,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Runs `attend`; with `return_lse` it also returns the log-sum-exps of the scores, `B T N`."""
     # Reshard from sequence to heads (Ulysses' all-to-all) only here; otherwise XLA would gather the tokens, and project
     # and rotate all of them on every device.
     if q.shape[1] == k.shape[1]:
@@ -347,17 +375,64 @@ def attend(
     k, v = _repeat_heads(axis_size("attn_heads"), q, k, v)
     _check_exchange(q, k)
     ring = _ring_of(k.shape[1])
-    if bias is not None and (ring is not None or zigzag):
+    if (bias is not None and (ring is not None or zigzag)) or (return_lse and ring is not None):
         raise ValueError(CANNOT_TRAVEL)
     if ring is not None and isinstance(v, int):
         v = k[..., :v]
     static, segments = (None, None) if mask_hint is None else mask_hint
     if static is not None and axis_size("q_seq") > 1:
         static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with local key i
-    options = {"scale": scale, "softcap": softcap, "implementation": implementation}
-    op = _on_one_device(ring, static, options, zigzag=zigzag)
+    op = _on_one_device(ring, static, options | ({"return_lse": True} if return_lse else {}), zigzag=zigzag)
     queries, names = _axes(v, bias, segments)
-    return _by_tokens(shard_map_by_name(op, names, queries)(q, k, v, k_start, k_end, sinks, bias, *segments or ()))
+    outputs = (queries, queries[:3]) if return_lse else queries
+    out = shard_map_by_name(op, names, outputs)(q, k, v, k_start, k_end, sinks, bias, *segments or ())
+    return (_by_tokens(out[0]), out[1]) if return_lse else _by_tokens(out)
+
+
+def _attend_pairs(
+    q: Float[Array, "B T N Hk"],
+    k: Float[Array, "B T K Hk"],
+    v: Float[Array, "B T K Hv"],
+    in_text: tuple[Int[Array, "B T"], Int[Array, "B T"]],
+    own_block: tuple[Int[Array, "B T"], Int[Array, "B T"]],
+    sinks: Float[Array, " N"] | None,
+    **options: Any,
+) -> Float[Array, "B T N Hv"]:
+    """Attends in pairs of rows, a text and its noisy copy.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        in_text: First key of each query in the row of the text, and one past the last.
+        own_block: The same in its own row, for noisy queries.
+        sinks: One logit per query head that takes part in the softmax, or None.
+        **options: Those of `_attend`.
+
+    Raises:
+        ValueError: when the number of rows is odd.
+    """
+    if q.shape[0] % 2:
+        raise ValueError(f"pairs of a text and its noisy copy need an even number of rows, got {q.shape[0]}")
+
+    def rows(x: Array) -> tuple[Array, Array]:
+        # [B, ...] -> [B / 2, ...] each: a reshape, so that pairs stay on their device
+        pairs = x.reshape(-1, 2, *x.shape[1:])
+        return pairs[:, 0], pairs[:, 1]
+
+    def both(text: Array, noisy: Array) -> Array:
+        return jnp.stack([text, noisy], axis=1).reshape(-1, *text.shape[1:])
+
+    def of_text(x: Array) -> Array:
+        text, _ = rows(x)
+        return both(text, text)
+
+    out, lse = _attend(q, of_text(k), of_text(v), *in_text, sinks, return_lse=True, **options)
+    (text, noisy), (_, noisy_lse) = rows(out), rows(lse)
+    inside, inside_lse = _attend(*(rows(x)[1] for x in (q, k, v, *own_block)), return_lse=True, **options)
+    # A softmax over both sets of keys: the outputs, weighted by the sums of their exponentials.
+    merged, _ = merge_parts(jnp.stack([noisy, inside]).astype(jnp.float32), jnp.stack([noisy_lse, inside_lse]))
+    return both(text, merged.astype(out.dtype))
 
 
 def _by_tokens(x: Any) -> Any:

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from maxlib._utils.arguments import check_array, check_dtype
+from maxlib._xla_workarounds import for_each_token
 from maxlib.nn._linear import Embed
 from maxlib.nn.cache import Cache
 from maxlib.nn.decoder._context import (
@@ -59,6 +60,8 @@ class Decoder(nnx.Module):
         layers: The stack of layers.
         norm: The norm after the last layer.
         head: Table of output vectors, None if it is tied to `embed`; or a head of numbers (`nn.with_head`).
+        head_bias: `V`, added to the logits; None for none. With it `hidden` ends with a one, and the bias is the last
+            column of `head_weight()`, so losses compute as without one.
         mtp: Modules for multi-token prediction, which predict 2, 3, ... tokens ahead; the first one can draft.
         recompute_cache_at: Length at which the rotation of cached keys changes, so that they must be recomputed
             (LongRoPE in Phi); None if there is none.
@@ -74,6 +77,7 @@ class Decoder(nnx.Module):
     layers: Stack
     norm: nnx.Module
     head: Any = None
+    head_bias: nnx.Param | None = None
     mtp: Sequence[MTP] = ()
     recompute_cache_at: int | None = None
     softcap: float | None = None
@@ -245,18 +249,25 @@ class Decoder(nnx.Module):
         # [B, T, n, D] -> [n, B, T, D]
         return None if ctx.features is None else jnp.moveaxis(ctx.features, 2, 0)
 
-    def leave(self, x: Any, ctx: Context) -> Float[Array, "B T D"]:
-        """Returns the input of the head: the last layer's `x`, `B T D`, normed and in natural order."""
-        return zigzag_unshard(self.norm(x.x if isinstance(x, Carry) else x), ctx)
+    def leave(self, x: Any, ctx: Context) -> Float[Array, "B T C"]:
+        """Returns the input of the head: the last layer's `x`, `B T D`, normed and in natural order; and a one behind
+        it if the head has a bias.
+        """
+        hidden = zigzag_unshard(self.norm(x.x if isinstance(x, Carry) else x), ctx)
+        return hidden if self.head_bias is None else jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
 
-    def head_weight(self) -> Float[Array, "V D"]:
-        """Returns the head's matrix, `V D`: the embedding if they are tied."""
-        return (self.head or self.embed).w[...]
+    def head_weight(self) -> Float[Array, "V C"]:
+        """Returns the head's matrix, `V D`, of the embedding if they are tied; a bias is one more column."""
+        weight = (self.head or self.embed).w[...]
+        return weight if self.head_bias is None else jnp.concatenate([weight, self.head_bias[...][:, None]], axis=1)
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, hidden: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
         """Returns the logits of the next token, soft-capped if the model has a soft-cap."""
         # [B, T, D] -> [B, T, V]
-        logits = constrain((self.head or self.embed).logits(hidden), "batch", "seq", "act_vocab")
+        vectors = hidden if self.head_bias is None else hidden[..., :-1]
+        logits = constrain((self.head or self.embed).logits(vectors), "batch", "seq", "act_vocab")
+        if self.head_bias is not None:
+            logits = logits + for_each_token(self.head_bias[...].astype(logits.dtype), logits.shape)
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def init_cache(
@@ -269,7 +280,15 @@ class Decoder(nnx.Module):
             capacity: Maximum number of tokens in a row; results do not depend on it.
             dtype: Dtype of the stored values; int8 and float8 are quantized.
             rope_length: See `Cache`.
+
+        Raises:
+            ValueError: for an encoder, whose tokens attend to later ones.
         """
+        if not self.has_cache:
+            raise ValueError(
+                f"{type(self).__name__} is an encoder, which has no cache: its tokens attend to later ones. Call it with "
+                "whole sequences, or with inference.denoise if it is a diffusion model"
+            )
         layers = self.layers.init_cache(batch, capacity, dtype)
         moves = any(reader.moves_positions for reader in self.inputs.values())
         offset = jnp.zeros(batch, jnp.int32) if moves else None

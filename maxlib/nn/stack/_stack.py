@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.nn._linear import draw_key
 from maxlib.nn.decoder._model import Model
-from maxlib.nn.mixer import check_cache_dtype, check_order, check_position_bias, is_reorderable
+from maxlib.nn.mixer import check_cache_dtype, check_order, check_pairs, check_position_bias, is_reorderable
 from maxlib.nn.remat import Policy, remat_policy
 from maxlib.nn.stack._run import Aux, run_alone, scan_group
 from maxlib.nn.stack._storage import (
@@ -219,6 +219,7 @@ class Stack(StackedLayers):
         """
         check_order(self, ctx)
         check_position_bias(self, ctx)
+        check_pairs(self, ctx)
         staged = self.staged if pipelined and cache is None and stages() > 1 else None
         caches = [None] * len(self.groups) if cache is None else list(cache)
         inputs, auxes = self.inputs_by_group(layer_inputs), []

@@ -3,6 +3,7 @@
 from maxlib.ops._attention.api import attention as attention
 from maxlib.ops._attention.api import explain_attention as explain_attention
 from maxlib.ops._attention.masks import BidirectionalBlocks as BidirectionalBlocks
+from maxlib.ops._attention.masks import BlockCausal as BlockCausal
 from maxlib.ops._attention.masks import Causal as Causal
 from maxlib.ops._attention.masks import Chunked as Chunked
 from maxlib.ops._attention.masks import Full as Full

@@ -108,6 +108,13 @@ class Mask:
         return 0
 
     @property
+    def block_size(self) -> int:
+        """Returns how many tokens of a document attend to each other, so that one call with a cache must have them
+        all; 1 if none attends to a later one outside of prefix and spans.
+        """
+        return 1
+
+    @property
     def static(self) -> StaticMask | None:
         """Returns the static description of the intervals, for rows of one document; None if there is none."""
         return None
@@ -272,6 +279,49 @@ class Chunked(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockCausal(Mask):
+    """Block-causal mask: the keys of the query's own block and of all earlier ones of its document (block diffusion,
+    Arriola et al. 2025, arXiv:2503.09573).
+
+        mask = ops.BlockCausal(32)
+        attn = nn.Attention(64, num_heads=4, head_dim=16, mask=mask, rngs=nnx.Rngs(0))
+
+    With a cache, every call must begin at the first token of a block, and have whole blocks but for the last of a text.
+
+    Args:
+        block: Tokens per block, counted from the start of the document; with 1 the mask is causal.
+        pairs: True if rows come in pairs, a text and then its noisy copy, as block diffusion is trained: a noisy token
+            attends to its own noisy block, and to the earlier blocks of the text. `nn.Attention` supports it.
+
+    Raises:
+        ValueError: When `block` is not an integer of at least 1.
+    """
+
+    block: int
+    pairs: bool = False
+
+    def __post_init__(self):
+        _check_tokens("block", self.block)
+
+    @property
+    def block_size(self) -> int:
+        return self.block
+
+    @property
+    def static(self) -> StaticMask | None:
+        return None if self.pairs else StaticMask("any")
+
+    def interval(self, tokens: TokenPositions) -> Interval:
+        """Returns the interval of each query; with `pairs`, of keys in the row of the text."""
+        start, stop = Chunked(self.block).interval(tokens)
+        if self.pairs:
+            # The own block of a noisy token is in its own row, which `nn.Attention` adds.
+            is_noisy = jnp.arange(tokens.index.shape[0])[:, None] % 2 == 1
+            stop = jnp.where(is_noisy, start, stop)
+        return tokens.start, stop
+
+
+@dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
     """Prefix mask: the first `length` tokens of a document attend to each other; use as `Causal() | Prefix(n)`.
 
@@ -321,6 +371,10 @@ class _Pair(Mask):
     @property
     def prefix(self) -> int:
         return max(self.left.prefix, self.right.prefix)
+
+    @property
+    def block_size(self) -> int:
+        return max(self.left.block_size, self.right.block_size)
 
 
 class _And(_Pair):

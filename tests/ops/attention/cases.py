@@ -7,7 +7,17 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib.ops import BidirectionalBlocks, Causal, Chunked, Full, Prefix, SlidingWindow, TokenPositions, key_intervals
+from maxlib.ops import (
+    BidirectionalBlocks,
+    BlockCausal,
+    Causal,
+    Chunked,
+    Full,
+    Prefix,
+    SlidingWindow,
+    TokenPositions,
+    key_intervals,
+)
 
 FACTORS = {
     "heads": [(4, 4), (4, 2), (3, 1)],  # N, K
@@ -25,6 +35,7 @@ MASKS = {
     "both sides": SlidingWindow(5),
     "chunk": Causal() & Chunked(6),
     "prefix": Causal() | Prefix(9),
+    "blocks": BlockCausal(6),
     "spans": (Causal() & SlidingWindow(7)) | BidirectionalBlocks(),
 }
 DOCUMENTS = ["one", "packed", "padded"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from maxlib.ops import BidirectionalBlocks, Causal, Chunked, Full, Prefix, SlidingWindow, key_intervals
+from maxlib.ops import BidirectionalBlocks, BlockCausal, Causal, Chunked, Full, Prefix, SlidingWindow, key_intervals
 from tests.ops.attention import cases
 
 LENGTHS = [(37, 37), (1, 33), (18, 35)]
@@ -29,6 +29,7 @@ def boolean(mask: str, t, i: int, j: int) -> bool:
         "both sides": index - j < 5,
         "chunk": causal and (index - start) // 6 == (j - start) // 6,
         "prefix": causal or (index - start < 9 and j - start < 9),
+        "blocks": (j - start) // 6 <= (index - start) // 6,
         "spans": windowed or t.span_start[i] <= j < t.span_stop[i],
         "prefix alone": j == index or (index - start < 9 and j - start < 9),
         "spans alone": t.span_start[i] <= j < t.span_stop[i],
@@ -77,6 +78,12 @@ def test_a_size_of_one_is_the_token_itself(spec):
     np.testing.assert_array_equal((start, end), (tokens.index, tokens.index + 1))
 
 
+def test_blocks_of_one_token_are_causal():
+    tokens = cases.tokens("packed", 37, 37)
+    np.testing.assert_array_equal(key_intervals(BlockCausal(1), tokens), key_intervals(Causal(), tokens))
+    assert (BlockCausal(4).block_size, (BlockCausal(4) & SlidingWindow(9)).block_size, Causal().block_size) == (4, 4, 1)
+
+
 def test_rings_are_as_long_as_the_mask_sees():
     """None where every key has to stay: no limit, or two that do not nest."""
     assert (SlidingWindow(7).ring, (Causal() & Chunked(6)).ring, (Chunked(6) & Causal()).ring) == (7, 6, 6)
@@ -92,6 +99,6 @@ def test_specs_are_values():
 
 
 def test_windows_and_chunks_are_whole_numbers_of_tokens():
-    for mask, number in itertools.product((SlidingWindow, Chunked), (True, 0, -1)):
+    for mask, number in itertools.product((SlidingWindow, Chunked, BlockCausal), (True, 0, -1)):
         with pytest.raises(ValueError, match="must be a whole number of tokens, at least 1, got"):
             mask(number)

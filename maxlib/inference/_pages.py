@@ -1,0 +1,264 @@
+"""Paged caches (Kwon et al. 2023, arXiv:2309.06180): blocks of tokens, which rows take as they grow, and share.
+
+A row has a table of its blocks. Arrays with an entry for each token, or for each few, are stored in blocks; those of a
+fixed size, such as rings and recurrent states, in the row's slot. A step reads its rows as caches that are as long as
+the longest of them, a view, and stores the new tokens in their blocks. Either each step gathers the view from the
+blocks, or it is kept between steps, which takes memory and saves the copying.
+
+Shapes: P blocks of E entries, N blocks of a row, R rows, S slots, M new tokens.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from maxlib import nn
+from maxlib.inference._generate import empty_cache
+
+NOWHERE = 1 << 30  # a block that does not exist: what is written there is dropped
+_BLOCK = 64  # tokens
+
+
+@nn.pytree
+class Caches:
+    """Caches of rows: of the model, and of its MTP module if that drafts."""
+
+    model: nn.cache.Cache
+    mtp: nn.cache.Cache | None
+
+    def with_length(self, length: Int[Array, " R"]) -> "Caches":
+        """Returns caches in which the tokens after `length` are forgotten."""
+        mtp = None if self.mtp is None else dataclasses.replace(self.mtp, length=length)
+        return Caches(dataclasses.replace(self.model, length=length), mtp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Making:
+    """How caches are made; a static argument.
+
+    Attributes:
+        capacity: Maximum number of tokens in a row.
+        dtype: Dtype of cached values.
+        num_drafts: Number of tokens to rewind, for which rings get spare slots.
+        mtp: True makes a cache of the MTP module, too.
+    """
+
+    capacity: int
+    dtype: Any
+    num_drafts: int
+    mtp: bool
+
+    def caches(self, model: Any, rows: int) -> Caches:
+        """Returns empty caches."""
+        cache = self._rewindable(empty_cache(model, rows, self.capacity, self.dtype))
+        if not self.mtp:
+            return Caches(cache, None)
+        return Caches(cache, self._rewindable(model.init_draft_cache(rows, self.capacity, dtype=self.dtype)))
+
+    def shapes(self, model: Any) -> Caches:
+        """Returns the shapes of the caches of one row."""
+        return jax.eval_shape(lambda: self.caches(model, 1))
+
+    def _rewindable(self, cache: nn.cache.Cache) -> nn.cache.Cache:
+        # A drafter attends to one key more than the window has.
+        layers = nn.cache.make_rewindable(cache.layers, self.num_drafts + 1) if self.num_drafts else cache.layers
+        return dataclasses.replace(cache, layers=layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paging:
+    """How caches are stored; a static argument.
+
+    Attributes:
+        block: Tokens of a block.
+        rates: For each array of the caches the tokens of one entry; 0 for an array that is not stored in blocks.
+    """
+
+    block: int
+    rates: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Any, making: Making) -> "Paging":
+        """Returns how the caches of rows of up to `making.capacity` tokens are stored."""
+        # Here all windows are rings, and the number of entries says the rate.
+        most = 1 << 20
+        long, longer = (dataclasses.replace(making, capacity=n).shapes(model) for n in (most, 2 * most))
+        rates = [
+            most // x.shape[1] if x.shape != y.shape else 0
+            for x, y in zip(jax.tree.leaves(long), jax.tree.leaves(longer), strict=True)
+        ]
+        # A window that is longer than all rows has an entry for each token instead.
+        is_ring, becomes_ring = _in_rings(making.shapes(model)), _in_rings(long)
+        rates = [
+            1 if turns and not ring else rate for rate, ring, turns in zip(rates, is_ring, becomes_ring, strict=True)
+        ]
+        return cls(math.lcm(_BLOCK, *filter(None, rates)), tuple(rates))
+
+    def empty_row(self, model: Any, making: Making, num_blocks: int) -> Caches:
+        """Returns empty caches of a row with room for `num_blocks`."""
+
+        def cut(x: Array, rate: int) -> Array:
+            return x[:, : num_blocks * self.block // rate] if rate else x
+
+        caches = making.caches(model, 1)
+        return self._map(cut, caches).with_length(caches.model.length)  # which is known
+
+    def empty(self, row: Caches, slots: int, num_blocks: int) -> Caches:
+        """Returns the empty storage of rows with the shapes of `row`."""
+
+        def zeros(x: Array, rate: int) -> Array:
+            shape = (num_blocks, self.block // rate, *x.shape[2:]) if rate else (slots, *x.shape[1:])
+            return jnp.zeros(shape, x.dtype)
+
+        return self._map(zeros, row)
+
+    def read(self, stored: Caches, tables: Int[Array, "R N"], slots: Int[Array, " R"] | None) -> Caches:
+        """Returns the caches of rows as a model reads them; `slots` is None for those of all slots."""
+
+        def gather(x: Array, rate: int) -> Array:
+            if not rate:
+                return of_slots(x, slots)
+            rows = x.at[tables].get(mode="clip")  # [P, E, ...] -> [R, N, E, ...]
+            return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+        return self._map(gather, stored)
+
+    def view(self, caches: Caches) -> list[Array]:
+        """Returns those arrays of caches that are stored in blocks."""
+        return [x for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
+
+    def with_view(self, stored: Caches, view: list[Array], slots: Int[Array, " R"] | None) -> Caches:
+        """Returns the caches of rows whose blocks are gathered already."""
+        arrays = iter(view)
+        return self._map(lambda x, rate: next(arrays) if rate else of_slots(x, slots), stored)
+
+    def write_row(self, stored: Caches, row: Caches, table: Int[Array, " N"], slot: Any) -> Caches:
+        """Stores a row in its slot and in the blocks of `table`."""
+
+        def write(x: Array, new: Array, rate: int) -> Array:
+            if not rate:
+                return jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=0)
+            return x.at[table].set(new.reshape(len(table), *x.shape[1:]), mode="drop")
+
+        return self._map(write, stored, row)
+
+    def write_tokens(
+        self,
+        stored: Caches,
+        rows: Caches,
+        tables: Int[Array, "R N"],
+        slots: Int[Array, " R"] | None,
+        start: Int[Array, " R"],
+        count: int,
+    ) -> Caches:
+        """Stores `count` tokens of rows from `start` on."""
+        index = start[:, None] + jnp.arange(count)[None]  # [R, M]
+        row = jnp.arange(len(start))[:, None]
+        block = tables.at[row, index // self.block].get(mode="fill", fill_value=NOWHERE)
+
+        def write(x: Array, new: Array, rate: int) -> Array:
+            if not rate:
+                return with_slots(x, slots, new)
+            entry = index // rate
+            return x.at[block, entry % x.shape[1]].set(new.at[row, entry].get(mode="clip"), mode="drop")
+
+        return self._map(write, stored, rows)
+
+    def _map(self, f: Callable[..., Array], caches: Caches, *others: Caches) -> Caches:
+        """Maps arrays, each with its rate."""
+        arrays = [jax.tree.leaves(each) for each in (caches, *others)]
+        return jax.tree.unflatten(
+            jax.tree.structure(caches), [f(*each) for each in zip(*arrays, self.rates, strict=True)]
+        )
+
+
+def of_slots(x: Array, slots: Int[Array, " R"] | None) -> Array:
+    """Returns the rows of slots; all of them without `slots`."""
+    return x if slots is None else x.at[slots].get(mode="clip")
+
+
+def with_slots(x: Array, slots: Int[Array, " R"] | None, rows: Array) -> Array:
+    """Returns the rows of all slots, those of `slots` replaced; slots that do not exist are dropped."""
+    return rows if slots is None else x.at[slots].set(rows, mode="drop")
+
+
+def _in_rings(caches: Caches) -> list[bool]:
+    """Returns for each array whether it belongs to a ring."""
+    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, nn.cache.RingCache))
+    return [isinstance(node, nn.cache.RingCache) for node in nodes for _ in jax.tree.leaves(node)]
+
+
+@functools.partial(jax.jit, static_argnames=("paging", "num_blocks"))
+def with_blocks(stored: Caches, *, paging: Paging, num_blocks: int) -> Caches:
+    """Returns the storage with more blocks."""
+
+    def pad(x: Array, rate: int) -> Array:
+        return jnp.pad(x, [(0, num_blocks - len(x)), *[(0, 0)] * (x.ndim - 1)]) if rate else x
+
+    return paging._map(pad, stored)
+
+
+@functools.partial(jax.jit, static_argnames="paging")
+def read_row(stored: Caches, table: Int[Array, " N"], slot: Any, length: Any, *, paging: Paging) -> Caches:
+    """Returns the first `length` tokens of a row as caches of one row."""
+    row = paging.read(stored, table[None], jnp.asarray(slot)[None])
+    return row.with_length(jnp.full(1, length, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="paging")
+def gather_view(stored: Caches, tables: Int[Array, "R N"], *, paging: Paging) -> list[Array]:
+    """Returns the view of rows."""
+    return paging.view(paging.read(stored, tables, None))
+
+
+class Blocks:
+    """The blocks of a storage, each with the number of those who hold it."""
+
+    def __init__(self):
+        self._num_holders: list[int] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._num_holders)
+
+    @property
+    def num_free(self) -> int:
+        """Returns the number of blocks that nobody holds."""
+        return len(self._free)
+
+    def add(self, count: int) -> None:
+        """Adds free blocks."""
+        self._free += range(len(self), len(self) + count)
+        self._num_holders += [0] * count
+
+    def take(self, count: int) -> list[int]:
+        """Returns free blocks, which have one holder from now on."""
+        taken = [self._free.pop() for _ in range(count)]
+        self.share(taken)
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Adds a holder of each block."""
+        for block in blocks:
+            self._num_holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Removes a holder of each block."""
+        for block in blocks:
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                self._free.append(block)
+
+
+def table_of(blocks: Sequence[int], length: int) -> np.ndarray:
+    """Returns a row's blocks as a table of `length`."""
+    table = np.full(length, NOWHERE, np.int32)
+    table[: len(blocks)] = blocks[:length]
+    return table
