@@ -72,25 +72,18 @@ class AudioProcessor:
         """Reads the audio processor of a Hugging Face directory from its processor files and `config.json`.
 
         Returns:
-<<<<<<< HEAD
-            The model's audio processor: an `AudioProcessor`; a `WaveformProcessor` for Gemma 4 12B, a `LogMelProcessor`
-            for Qwen3-Omni.
-=======
-            The model's audio processor: an `AudioProcessor`, a `WaveformProcessor` for Gemma 4 12B, or a
-            `WhisperProcessor`.
->>>>>>> main
+            The model's audio processor: an `AudioProcessor`, a `WaveformProcessor` for Gemma 4 12B, a
+            `WhisperProcessor`, or a `Qwen3OmniAudioProcessor`.
 
         Raises:
             FileNotFoundError: when it has no such file.
             ValueError: when its model does not hear, or its sound is prepared in an unsupported way.
         """
         path, fields = read_processor(Path(directory), "feature_extractor", "sound")
-<<<<<<< HEAD
-        kind, known = fields.get("feature_extractor_type"), (AudioProcessor, WaveformProcessor, LogMelProcessor)
-=======
-        kind = fields.get("feature_extractor_type")
-        known = AudioProcessor, WaveformProcessor, WhisperProcessor
->>>>>>> main
+        kind, config = fields.get("feature_extractor_type"), path.parent / "config.json"
+        config = json.loads(config.read_text(encoding="utf-8"))
+        known: tuple[type[AudioProcessor], ...] = AudioProcessor, WaveformProcessor, WhisperProcessor
+        known = (Qwen3OmniAudioProcessor,) if "thinker_config" in config else known
         processor = next((cls for cls in known if cls.prepares == kind), None)
         if processor is None:
             names = ", ".join(cls.prepares for cls in known)
@@ -98,7 +91,7 @@ class AudioProcessor:
         for name, value in processor.fixed.items():
             if name in fields and fields[name] != value:
                 raise ValueError(f"{path}: {name} must be {value}, got {fields[name]!r}")
-        return processor._read(fields, json.loads((path.parent / "config.json").read_text(encoding="utf-8")))
+        return processor._read(fields, config)
 
     @classmethod
     def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "AudioProcessor":
@@ -228,21 +221,6 @@ class WaveformProcessor(AudioProcessor):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-<<<<<<< HEAD
-class LogMelProcessor(AudioProcessor):
-    """Makes log-mel frames of waveforms, as Hugging Face's feature extractor of Whisper and Qwen3-Omni does.
-
-    A frame is 25 ms under a Hann window, every 10 ms and centered on its sample; the sound is mirrored at both ends.
-    The power of each band is at least 1e-8 of the loudest one, and its logarithm is shifted and scaled. A hundred
-    frames become 13 vectors of Qwen3-Omni, whose template has the tokens around a clip. For Whisper, fill clips with
-    zeros up to 30 seconds first.
-    """
-
-    max_samples: int = 4_800_000
-
-    prepares: ClassVar[str] = "WhisperFeatureExtractor"
-    fixed: ClassVar[Mapping[str, Any]] = {
-=======
 class WhisperProcessor(AudioProcessor):
     """Makes log-mel frames of waveforms, as Hugging Face's feature extractor of Whisper does.
 
@@ -256,7 +234,6 @@ class WhisperProcessor(AudioProcessor):
     prepares: ClassVar[str] = "WhisperFeatureExtractor"
     fixed: ClassVar[Mapping[str, Any]] = {
         "chunk_length": 30,
->>>>>>> main
         "dither": 0.0,
         "hop_length": _HOP,
         "n_fft": 400,
@@ -265,9 +242,56 @@ class WhisperProcessor(AudioProcessor):
     }
 
     @classmethod
-<<<<<<< HEAD
-    def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "LogMelProcessor":
-        ids = config.get("thinker_config", config)
+    def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "WhisperProcessor":
+        return cls(num_bands=fields.get("feature_size", 80))
+
+    @property
+    def min_samples(self) -> int:
+        """Samples of the shortest clip."""
+        return 1
+
+    def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
+        """Returns the frames of a clip, of float32 samples."""
+        return self._log_mel(np.pad(samples, (0, self.max_samples - len(samples))))
+
+    def _log_mel(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
+        """Returns the frames of samples that are mirrored at both ends."""
+        padded = np.pad(samples, 200, mode="reflect")
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 400)[::_HOP][: len(samples) // _HOP]
+        hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)).astype(np.float32)
+        # [F, window] -> [F, frequencies] -> [F, M]
+        energies = np.abs(np.fft.rfft(windows * hann, axis=-1)) ** 2
+        bands = np.log10(np.maximum(energies @ _slaney_bands(self.num_bands, self.rate), 1e-10))
+        return ((np.maximum(bands, bands.max() - 8) + 4) / 4).astype(np.float32)
+
+    def placeholders(self, length: int | np.integer) -> list[int]:
+        """Raises ValueError: the decoder attends to the encoder's output, which takes no places of tokens."""
+        raise ValueError(
+            "Whisper hears by cross-attention, without placeholders: pass the clips as audio= of the model"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3OmniAudioProcessor(WhisperProcessor):
+    """Makes frames of waveforms as `WhisperProcessor` does, but of the clip alone, without silence behind it.
+
+    A hundred frames become 13 vectors. The template has the tokens around a clip.
+    """
+
+    num_bands: int = 128
+    max_samples: int = 4_800_000
+
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "dither": 0.0,
+        "hop_length": _HOP,
+        "n_fft": 400,
+        "padding_value": 0.0,
+        "sampling_rate": 16_000,
+    }
+
+    @classmethod
+    def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "Qwen3OmniAudioProcessor":
+        ids = config["thinker_config"]
         return cls(
             audio_token=ids["audio_token_id"],
             begin_token=ids["audio_start_token_id"],
@@ -283,13 +307,7 @@ class WhisperProcessor(AudioProcessor):
 
     def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
         """Returns the frames of a clip, of float32 samples."""
-        padded = np.pad(samples.astype(np.float64), 200, mode="reflect")
-        windows = np.lib.stride_tricks.sliding_window_view(padded, 400)[::_HOP][: len(samples) // _HOP]
-        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
-        # [F, window] -> [F, frequencies] -> [F, M]
-        power = np.abs(np.fft.rfft(windows * hann, axis=-1)) ** 2
-        log = np.log10(np.maximum(power @ _slaney_bands(self.num_bands, self.rate), 1e-10))
-        return ((np.maximum(log, log.max() - 8) + 4) / 4).astype(np.float32)
+        return self._log_mel(samples)
 
     def num_tokens(self, length: int) -> int:
         """Returns the number of vectors of a clip with so many frames."""
@@ -298,31 +316,6 @@ class WhisperProcessor(AudioProcessor):
     def placeholders(self, length: int | np.integer) -> list[int]:
         """Returns the ids that stand for a clip with so many frames, between those of the template."""
         return [self.audio_token] * self.num_tokens(int(length))
-=======
-    def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "WhisperProcessor":
-        return cls(num_bands=fields.get("feature_size", 80))
-
-    @property
-    def min_samples(self) -> int:
-        """Samples of the shortest clip."""
-        return 1
-
-    def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
-        """Returns the frames of a clip, of float32 samples."""
-        padded = np.pad(np.pad(samples, (0, self.max_samples - len(samples))), 200, mode="reflect")
-        windows = np.lib.stride_tricks.sliding_window_view(padded, 400)[::_HOP][:-1]
-        hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)).astype(np.float32)
-        # [F, window] -> [F, frequencies] -> [F, M]
-        energies = np.abs(np.fft.rfft(windows * hann, axis=-1)) ** 2
-        bands = np.log10(np.maximum(energies @ _slaney_bands(self.num_bands, self.rate), 1e-10))
-        return ((np.maximum(bands, bands.max() - 8) + 4) / 4).astype(np.float32)
-
-    def placeholders(self, length: int | np.integer) -> list[int]:
-        """Raises ValueError: the decoder attends to the encoder's output, which takes no places of tokens."""
-        raise ValueError(
-            "Whisper hears by cross-attention, without placeholders: pass the clips as audio= of the model"
-        )
->>>>>>> main
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, int]:
@@ -339,23 +332,8 @@ def _mel_bands(count: int, rate: int) -> Float[np.ndarray, "frequencies M"]:
     """Returns the weights of frequencies in each band: triangles between every third of equally spaced mels."""
     top = 2595 * np.log10(1 + rate / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, count + 2) / 2595) - 1)  # in hertz
-    return _triangles(edges, np.linspace(0, rate // 2, _FFT // 2 + 1))
-
-
-@functools.cache
-def _slaney_bands(count: int, rate: int) -> Float[np.ndarray, "frequencies M"]:
-    """Returns the weights of 201 frequencies in each band: triangles of equal area, whose distance is constant below
-    1000 Hz and grows by a constant factor above.
-    """
-    factor = np.log(6.4) / 27  # of frequencies, in a mel above 15
-    mels = np.linspace(0, 15 + np.log(rate / 2 / 1000) / factor, count + 2)
-    edges = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp(factor * (mels - 15)))  # in hertz
-    return _triangles(edges, np.linspace(0, rate // 2, 201)) * 2 / (edges[2:] - edges[:-2])[None]
-
-
-def _triangles(edges: Float[np.ndarray, " M2"], hertz: Float[np.ndarray, " n"]) -> Float[np.ndarray, "n M"]:
-    """Returns the weight of each frequency in triangles that reach from an edge to the next but one."""
-    steps, widths = hertz[:, None] - edges[None], np.diff(edges)[None]  # [n, M + 2], [1, M + 1]
+    steps = np.linspace(0, rate // 2, _FFT // 2 + 1)[:, None] - edges[None]  # [frequencies, count + 2]
+    widths = np.diff(edges)[None]
     rising, falling = steps[:, :-2] / widths[:, :-1], -steps[:, 2:] / widths[:, 1:]
     return np.maximum(0, np.minimum(rising, falling))
 

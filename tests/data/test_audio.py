@@ -91,18 +91,17 @@ def test_samples_of_the_12b_model_are_those_of_transformers():
     np.testing.assert_array_equal(clips.frames, want["input_features"])
 
 
-@pytest.mark.parametrize("bands", [80, 128])
-def test_frames_of_whisper_and_qwen3_omni_are_those_of_transformers(bands):
-    """Each clip by itself, in float64; 30 seconds of Whisper are such a clip."""
+def test_frames_of_qwen3_omni_are_those_of_transformers():
+    """Of each clip by itself, in float64."""
     pytest.importorskip("torch")
     module = pytest.importorskip("transformers.models.whisper.feature_extraction_whisper")
-    ours, theirs = data.LogMelProcessor(num_bands=bands), module.WhisperFeatureExtractor(feature_size=bands)
+    ours, theirs = data.Qwen3OmniAudioProcessor(), module.WhisperFeatureExtractor(feature_size=128)
     how = {"sampling_rate": RATE, "padding": True, "truncation": False, "return_attention_mask": True}
     for sound in (sound for sound in sounds() if len(sound) >= ours.min_samples):
         in_float32, got = theirs(sound, return_tensors="np", **how), ours(sound)
         assert got.lengths.tolist() == in_float32["attention_mask"].sum(axis=1).tolist()
         want = theirs._np_extract_fbank_features([sound.astype(np.float64)], "cpu")
-        np.testing.assert_allclose(got.frames, want.swapaxes(1, 2), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(got.frames, want.swapaxes(1, 2), rtol=0, atol=1e-4)
         np.testing.assert_allclose(got.frames, in_float32["input_features"].swapaxes(1, 2), rtol=0, atol=1e-3)
 
 
@@ -112,7 +111,7 @@ def test_a_processor_of_qwen3_omni_is_read(tmp_path):
     fields = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128, "n_fft": 400}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
     ours = data.AudioProcessor.from_directory(tmp_path)
-    assert ours == data.LogMelProcessor(audio_token=7, begin_token=5, end_token=6, num_bands=128)
+    assert ours == data.Qwen3OmniAudioProcessor(audio_token=7, begin_token=5, end_token=6)
     lengths = np.arange(1, 420)
     want = qwen3_omni.PRESETS["qwen3-omni-30b-a3b"].audio.num_tokens(lengths)
     np.testing.assert_array_equal([ours.num_tokens(int(n)) for n in lengths], want)
@@ -204,13 +203,8 @@ def test_settings_are_read_from_a_directory(tmp_path):
     for name, value in {"hop_length": 80, "dither": 0.1, "per_bin_mean": [1.0], "sampling_rate": 8000}.items():
         with pytest.raises(ValueError, match=f"{name} must be"):
             data.AudioProcessor.from_directory(directory(tmp_path, fields | {name: value}, config))
-<<<<<<< HEAD
-    with pytest.raises(ValueError, match="feature_extractor_type must be one of Gemma4Audio.*, got 'Speech"):
-        other = {"feature_extractor_type": "SpeechT5FeatureExtractor"}
-=======
     with pytest.raises(ValueError, match="feature_extractor_type must be one of Gemma4Audio.*, got 'Seamless"):
         other = {"feature_extractor_type": "SeamlessM4TFeatureExtractor"}
->>>>>>> main
         data.AudioProcessor.from_directory(directory(tmp_path, other, config))
     with pytest.raises(ValueError, match="must have an audio_config"):
         data.AudioProcessor.from_directory(directory(tmp_path, fields, {"audio_config": None}))
