@@ -26,6 +26,7 @@ DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs 
 
 def main() -> None:
     args = arguments()
+    maxlib.enable_compilation_cache()
     directory = hugging_face_directory(args.model, args.out)
     tokenizer = tokenization.load_tokenizer(directory)
     model = maxlib.from_pretrained(directory)

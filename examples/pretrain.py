@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
@@ -38,12 +37,9 @@ def main() -> None:
     distributed.initialize(exit_on_error=True)  # an error in one process ends all processes at once
     args.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs have no fast bfloat16
     args.out.mkdir(parents=True, exist_ok=True)
-    text = data.files(args.files, document="paragraph") if args.files else data.python_docs()
-    train, held_out = data.split(text, validation=0.05)
-    with distributed.main_process_first("tokenizer"):
-        tokenizer = load_tokenizer(args.out / "tokenizer", train, args.vocab)
+    with distributed.main_process_first("tokens"):
+        tokenizer, train, held_out = load_tokens(args)
     ids = {"bos_id": tokenizer.token_to_id(BOS), "eos_id": tokenizer.token_to_id(EOS)}
-    train, held_out = (data.tokenize(part, tokenizer, **ids) for part in (train, held_out))
     loader, eval_loader = loaders(train, held_out, args)
     schedule = training.warmup_cosine(args.learning_rate, args.steps, warmup=args.steps // 10)
     plain = lambda: llama.Llama(config(tokenizer.get_vocab_size(), args), rngs=nnx.Rngs(0))
@@ -109,12 +105,32 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def load_tokenizer(directory: Path, train, vocab: int) -> Tokenizer:
-    if not (directory / "tokenizer.json").exists():
-        texts = (document["text"] for document in train)
-        tokenizer = tokenization.train_bpe(texts, vocab_size=vocab, special_tokens=(BOS, EOS))
-        tokenization.save_tokenizer(tokenizer, directory, bos_token=BOS, eos_token=EOS)
-    return tokenization.load_tokenizer(directory)
+def load_tokens(args: argparse.Namespace) -> tuple:
+    """Returns the tokenizer and the tokens of both parts of the text, which the first run writes."""
+    text, directory = " ".join(map(str, args.files)) or "Python's documentation", args.out / "tokens"
+    if not (directory / "held_out" / "manifest.json").exists():
+        write_tokens(text, directory, args)
+    if (written := data.read_manifest(directory / "held_out")["description"]) != text:
+        raise SystemExit(f"{directory} has tokens of {written}, not of {text}: choose another --out")
+    train, held_out = (data.read_tokens(directory / part) for part in ("train", "held_out"))
+    return tokenization.load_tokenizer(args.out / "tokenizer"), train, held_out
+
+
+def write_tokens(text: str, directory: Path, args: argparse.Namespace) -> None:
+    documents = data.files(args.files, document="paragraph") if args.files else data.python_docs()
+    train, held_out = data.split(documents, validation=0.05)
+    texts = (document["text"] for document in train)
+    tokenizer = tokenization.train_bpe(texts, vocab_size=args.vocab, special_tokens=(BOS, EOS))
+    tokenization.save_tokenizer(tokenizer, args.out / "tokenizer", bos_token=BOS, eos_token=EOS)
+    write = functools.partial(
+        data.write_tokens,
+        tokenizer=tokenizer,
+        bos_id=tokenizer.token_to_id(BOS),
+        eos_id=tokenizer.token_to_id(EOS),
+        description=text,
+    )
+    write(train, directory / "train")
+    write(held_out, directory / "held_out")
 
 
 def loaders(train, held_out, args) -> tuple[data.Loader, data.Loader]:
@@ -157,6 +173,8 @@ def finish(tokenizer: Tokenizer, entropy: float, args) -> None:
 
 
 def plot_loss(directory: Path, entropy: float) -> None:
+    import matplotlib.pyplot as plt  # here, because a restart need not wait for it
+
     rows = observability.read_jsonl(directory / "metrics.jsonl")
     figure, axes = plt.subplots(layout="constrained")
     for name, label, style in (("nll", "training", "-"), ("eval/nll", "validation", "o-")):

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -61,6 +62,13 @@ def test_sbatch_ends_when_done_and_in_the_end(tmp_path, status, restarts):
     assert ended == status and [line.split()[0] for line in called] == ["srun"]
 
 
+def test_tasks_of_an_array_have_their_own_directory_and_options(tmp_path):
+    (tmp_path / "sweep.txt").write_text("--learning-rate 1e-3\n--learning-rate 2e-3 --layers 2\n")
+    variables = {"OUT": "runs/lr", "SLURM_ARRAY_TASK_ID": "2", "SWEEP": str(tmp_path / "sweep.txt")}
+    _, (called,) = run_sbatch(tmp_path, 0, **variables)
+    assert " --out runs/lr-2 " in called and called.endswith(" --steps 5 --learning-rate 2e-3 --layers 2")
+
+
 def asked_of_slurm() -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", SBATCH.read_text(), re.MULTILINE))
 
@@ -103,6 +111,39 @@ def test_the_tpu_manifest_asks_for_the_hosts_of_its_topology_and_starts_the_prog
     monkeypatch.setattr("sys.argv", container["command"][1:])
     args = program["arguments"]()
     assert args.preset in weights.presets() and args.checkpoints.startswith("gs://")
+
+
+def strict(schema: Any) -> Any:
+    """A schema of Kubernetes that allows only the fields it names, as `kubectl --validate=strict` does."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: strict(value) for key, value in schema.items()}
+    if "x-kubernetes-int-or-string" in schema:
+        return {"type": ["integer", "string"]}
+    if isinstance(schema.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in schema:
+        result["additionalProperties"] = False
+    return result
+
+
+@pytest.mark.full
+@pytest.mark.skipif("MAXLIB_JOBSET_CRD" not in os.environ, reason="needs jobset.x-k8s.io_jobsets.yaml of JobSet")
+@pytest.mark.parametrize("name", ["jobset.yaml", "tpu.yaml"])
+def test_manifests_follow_the_published_schema(name):
+    """`MAXLIB_JOBSET_CRD` is config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml of kubernetes-sigs/jobset."""
+    jsonschema = pytest.importorskip("jsonschema")
+    crd = yaml.safe_load(Path(os.environ["MAXLIB_JOBSET_CRD"]).read_text())
+    manifest = yaml.safe_load((LAUNCH / name).read_text())
+    (version,) = (one for one in crd["spec"]["versions"] if one["served"])
+    assert manifest["apiVersion"] == f"{crd['spec']['group']}/{version['name']}"
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}  # every object has it; the file does not describe it
+    jsonschema.validate(manifest, schema)
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job["parallelsim"] = job.pop("parallelism")
+    with pytest.raises(jsonschema.ValidationError, match="parallelsim"):
+        jsonschema.validate(manifest, schema)
 
 
 @pytest.mark.full

@@ -1,18 +1,27 @@
 #!/bin/bash
-# Checks that a cluster continues a run after a node has died: it submits pretrain.sbatch twice, kills a node in the middle
-# of the second run, waits until SLURM has requeued and finished it, and compares the two last checkpoints bit for bit.
-#   NODES=2 GPUS=8 KILL='COMMAND' examples/launch/check_requeue.sh DIRECTORY [options of pretrain.py]
-# DIRECTORY is on a file system that all nodes share. KILL is a command that kills a node or a process of the job $JOB; by
-# default every process of the job is killed. It ends with 0 if the checkpoints are equal.
+# Checks that a cluster continues runs: it submits pretrain.sbatch once untouched and then once for each case of $CASES, and
+# compares the last checkpoints bit for bit. It ends with 0 if all cases are right.
+#   NODES=2 GPUS=8 examples/launch/check_requeue.sh DIRECTORY [options of pretrain.py]
+# DIRECTORY is on a file system that all nodes share. The cases:
+#   killed   a node dies in the middle: KILL='COMMAND' kills a node or a process of the job $JOB; by default every process
+#            of the job is killed
+#   limit    the time limit of LIMIT minutes (2), shorter than the run, is reached; SIGTERM comes a minute before
+#   array    two runs of an array, of one node each, one of which is killed
+#   drained  DRAIN=NODE is drained and the job goes back into the queue: it continues on the nodes that are left (needs the
+#            rights of an operator; with fewer devices sums are added in another order, so only the steps are compared)
 set -euo pipefail
 
 out=$1
 shift
-submit() {
-  name=$1
+options=("$@")
+CASES=${CASES:-killed limit array}
+kill_processes='scancel --signal=KILL $JOB.0'
+
+submit() { # name, then options of sbatch; the run's directory is $out/NAME
+  local name=$1
   shift
-  sbatch --parsable --nodes="${NODES:-2}" --gpus-per-node="${GPUS:-8}" --job-name="check-$name" \
-    --output="$out/$name.log" examples/launch/pretrain.sbatch --out "$out/$name" "$@"
+  OUT="$out/$name" sbatch --parsable --gpus-per-node="${GPUS:-8}" --job-name="check-$name" --output="$out/$name.log" \
+    "$@" examples/launch/pretrain.sbatch "${options[@]}"
 }
 steps_of() {
   local file="$out/$1/metrics.jsonl"
@@ -24,29 +33,75 @@ is_in_queue() {
 wait_for() {
   while is_in_queue "$1"; do sleep 1; done
 }
-
-mkdir -p "$out"
-wait_for "$(submit untouched "$@")"
-total=$(steps_of untouched)
-echo "untouched: $total steps"
-
-export JOB
-JOB=$(submit killed "$@")
-while (($(steps_of killed) < total / 2)) && is_in_queue "$JOB"; do sleep 0.2; done
-begin=$(date +%s)
-echo "killed after step $(steps_of killed)"
-eval "${KILL:-scancel --signal=KILL \$JOB.0}"
-until grep -q "resumed after step" "$out/killed.log" || ! is_in_queue "$JOB"; do sleep 0.5; done
-grep "resumed after step" "$out/killed.log"
-echo "$(($(date +%s) - begin)) s from the kill until it was restored"
-wait_for "$JOB"
-
-python - "$out" <<'PYTHON'
+wait_for_half() { # name, job
+  while (($(steps_of "$1") < total / 2)) && is_in_queue "$2"; do sleep 0.2; done
+}
+wait_until_resumed() { # name, job, sessions; prints the seconds
+  local begin
+  begin=$(date +%s)
+  until (($(grep -c "resumed after step" "$out/$1.log") >= $3)) || ! is_in_queue "$2"; do sleep 0.5; done
+  grep "resumed after step" "$out/$1.log" | tail -n 1
+  echo "$1: $(($(date +%s) - begin)) s until it was restored"
+}
+compare() { # name, what must be equal: arrays or steps
+  python - "$out" "$1" "$2" <<'PYTHON'
 import sys
 from maxlib import checkpoint
 
-untouched, killed = (checkpoint.read_records(f"{sys.argv[1]}/{name}/checkpoints") for name in ("untouched", "killed"))
-assert untouched.meta["step"] == killed.meta["step"], (untouched.meta["step"], killed.meta["step"])
-assert untouched.items == killed.items, "the two checkpoints differ"
-print(f"step {killed.meta['step']}: {sum(map(len, killed.items.values()))} arrays are equal bit for bit")
+out, name, what = sys.argv[1:]
+untouched, other = (checkpoint.read_records(f"{out}/{run}/checkpoints") for run in ("untouched", name))
+assert untouched.meta["step"] == other.meta["step"], (name, untouched.meta["step"], other.meta["step"])
+assert untouched.data == other.data, f"{name}: the two places in the data differ"
+if what == "arrays":
+    assert untouched.items == other.items, f"{name}: the two checkpoints differ"
+    print(f"{name}: step {other.meta['step']}, {sum(map(len, other.items.values()))} arrays are equal bit for bit")
+else:
+    print(f"{name}: step {other.meta['step']} was reached with the same data")
 PYTHON
+}
+
+killed() {
+  export JOB
+  JOB=$(submit killed --nodes="${NODES:-2}")
+  wait_for_half killed "$JOB"
+  echo "killed after step $(steps_of killed)"
+  eval "${KILL:-$kill_processes}"
+  wait_until_resumed killed "$JOB" 1
+  wait_for "$JOB"
+  compare killed arrays
+}
+limit() {
+  local job
+  job=$(submit limit --nodes="${NODES:-2}" --time="${LIMIT:-2}" --signal=TERM@60)
+  wait_for "$job"
+  grep "stopped on request" "$out/limit.log" || { echo "limit: the run ended before its time limit"; exit 1; }
+  compare limit arrays
+}
+array() {
+  local job
+  job=$(submit array --nodes=1 --array=1-2)
+  while [ ! -f "$out/array-1/metrics.jsonl" ] && is_in_queue "$job"; do sleep 0.2; done
+  scancel --signal=KILL "${job}_1.0"
+  wait_for "$job"
+  grep -q "back into the queue" "$out/array.log"
+  compare array-1 steps
+  compare array-2 steps
+}
+drained() {
+  local job
+  job=$(submit drained --nodes=1-"${NODES:-2}")
+  wait_for_half drained "$job"
+  echo "drained after step $(steps_of drained)"
+  scontrol update nodename="$DRAIN" state=drain reason=check
+  scontrol requeue "$job"
+  wait_until_resumed drained "$job" 1
+  wait_for "$job"
+  scontrol update nodename="$DRAIN" state=resume
+  compare drained steps
+}
+
+mkdir -p "$out"
+wait_for "$(submit untouched --nodes="${NODES:-2}")"
+total=$(steps_of untouched)
+echo "untouched: $total steps"
+for case in $CASES; do "$case"; done

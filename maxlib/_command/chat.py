@@ -23,8 +23,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import jax
 
-    from maxlib import inference
+    from maxlib import enable_compilation_cache, inference
 
+    enable_compilation_cache()
     chat = inference.Chat.from_pretrained(args.model, sampler=inference.Sampler(args.temperature, top_p=args.top_p))
     beginning = [{"role": "system", "content": args.system}] if args.system else []
     chat.messages = list(beginning)

@@ -21,8 +21,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import jax
 
-    from maxlib import inference
+    from maxlib import enable_compilation_cache, inference
 
+    enable_compilation_cache()
     chat = inference.Chat.from_pretrained(args.model, sampler=inference.Sampler(args.temperature, top_p=args.top_p))
     write = chat.complete if args.raw else chat.stream
     begin, text = time.perf_counter(), ""

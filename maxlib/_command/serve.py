@@ -25,8 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from maxlib import inference
+    from maxlib import enable_compilation_cache, inference
 
+    enable_compilation_cache()
     inference.serve(
         args.model,
         name=args.name,

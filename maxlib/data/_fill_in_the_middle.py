@@ -40,7 +40,7 @@ def fill_in_the_middle(
     The cuts follow from `seed` and the document's index, so they are the same after a resume. To cut anew in every
     epoch, call this after `repeat`.
 
-        tokens = fill_in_the_middle(train.shuffle(seed=0).repeat(), tokenizer, eos_id=0)
+        tokens = fill_in_the_middle(text_files("corpus").shuffle(seed=0).repeat(), tokenizer, eos_id=0)
 
     Args:
         documents: Documents with `"text"`.

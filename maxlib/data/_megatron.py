@@ -46,7 +46,7 @@ def megatron_samples(
     shuffled. A last epoch of which less than 80 % is read is shuffled apart. Sample `i` is that of `GPTDataset`, or of
     `BlendedDataset` for several prefixes, of megatron-core 0.16.
 
-        samples = megatron_samples("corpus_text_document", length=4096, num_samples=steps * 256)
+        samples = megatron_samples("corpus_text_document", length=4096, num_samples=1000 * 256)
         loader = Loader(lambda part: samples[part].to_iter_dataset(), batch_size=256)
 
     Each batch of the loader has Megatron's samples; with `num_shards=1` its rows are in the same order too.
@@ -55,8 +55,8 @@ def megatron_samples(
         prefixes: The path before `.bin` and `.idx`; several with weights; or several in a list, each read once, with
             weights by their numbers of samples.
         length: Tokens of a row.
-        num_samples: Samples to read in all, steps times the batch size. It determines the number of epochs, and with it
-            the order. None reads one epoch.
+        num_samples: Samples to read in all, the number of steps times the batch size. It determines the number of
+            epochs, and with it the order. None reads one epoch.
         seed: Megatron's `--seed`.
         split: Shares of training, validation and test documents, as in `--split 969,30,1`.
         part: The part of the split to read.

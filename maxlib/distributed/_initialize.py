@@ -74,7 +74,8 @@ def initialize(
     print(f"maxlib: {cluster}", flush=True)
     begin = time.monotonic()
     # jax aborts when a process is late, and does not say which one.
-    rendezvous(cluster.coordinator, cluster.num_processes, cluster.process_id, timeout=timeout)
+    rejoins = getattr(jax.config, "jax_enable_recoverability", False)
+    rendezvous(cluster.coordinator, cluster.num_processes, cluster.process_id, timeout=timeout, rejoins=rejoins)
     ids = cluster.local_device_ids if local_device_ids is None else local_device_ids
     jax.distributed.initialize(
         cluster.coordinator,

@@ -10,7 +10,7 @@ _HELLO = "maxlib roll call"
 _WRONG = "wrong: "
 
 
-def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: float) -> None:
+def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: float, rejoins: bool = False) -> None:
     """Waits until all processes of a run have started; process 0 listens at `address`, and frees it afterwards.
 
     Args:
@@ -18,6 +18,8 @@ def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: fl
         num_processes: Number of processes.
         process_id: Index of this process.
         timeout: Seconds to wait.
+        rejoins: True if this process may come back to a run that goes on: if jax's service already answers at the
+            address, nothing is waited for.
 
     Raises:
         TimeoutError: in every process that connected, with the indices of those that did not.
@@ -30,7 +32,7 @@ def rendezvous(address: str, num_processes: int, process_id: int, *, timeout: fl
     if process_id == 0:
         _host(address, int(port), num_processes, deadline, timeout)
     else:
-        _join(host.strip("[]"), int(port), address, process_id, num_processes, deadline, timeout)
+        _join(host.strip("[]"), int(port), address, process_id, num_processes, deadline, timeout, rejoins)
 
 
 def _host(address: str, port: int, num_processes: int, deadline: float, timeout: float) -> None:
@@ -90,7 +92,14 @@ def _greeting(caller: socket.socket) -> tuple[int | None, int]:
 
 
 def _join(
-    host: str, port: int, address: str, process_id: int, num_processes: int, deadline: float, timeout: float
+    host: str,
+    port: int,
+    address: str,
+    process_id: int,
+    num_processes: int,
+    deadline: float,
+    timeout: float,
+    rejoins: bool,
 ) -> None:
     reason = "no answer"
     while time.monotonic() < deadline:
@@ -98,9 +107,13 @@ def _join(
             with socket.create_connection((host, port), timeout=max(0.01, deadline - time.monotonic())) as line:
                 line.sendall(f"{_HELLO} {process_id} of {num_processes}".encode())
                 line.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # process 0 replies at its own deadline
-                answer = line.recv(4096).decode()
+                answer = line.recv(4096).decode(errors="replace")
         except OSError as error:
             reason, answer = str(error), ""
+        if "\0" in answer:  # frames of gRPC: the run has started, or an earlier one has not ended
+            if rejoins:
+                return
+            reason, answer = "another service answers there", ""
         if answer == "go":
             return
         if answer.startswith(_WRONG):

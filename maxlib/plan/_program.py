@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxlib import nn, observability, sharding, training
 from maxlib.hardware import CHIPS
@@ -179,7 +178,7 @@ def make_program(job: Job) -> Program:
     places = sharding.shardings(model, layout)
     optimizer = _optimizer(job, model)
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
-    state, batch = _state(job, model, optimizer, layout), _batch(job, layout, rows)
+    state, batch = training.abstract_state(model, optimizer, layout=layout), _batch(job, layout, rows)
     program = Program(job, layout, model, state, batch, optimizer, rows)
     row = {"tokens": jax.ShapeDtypeStruct((1, job.sequence), jnp.int32)}
     check_remat_names(job.remat, state.trainable, state.rest, row)
@@ -288,29 +287,6 @@ def _optimizer(job: Job, model: Any) -> Any:
     if callable(job.optimizer) or ":" in str(job.optimizer):
         return by_name(job.optimizer, "optimizer")(model)
     raise ValueError(f"optimizer must be 'adamw', 'sgd' or a function of a module; got {job.optimizer!r}")
-
-
-def _state(job: Job, model: Any, optimizer: Any, layout: sharding.Layout) -> training.TrainState:
-    """Returns the shapes and shardings of the state that `training.make_state` would create."""
-    trainable, rest = nn.partition(model, nn.tree.default_filter(model))
-    names, mesh = nn.tree.axes(rest), layout.mesh
-    replicated = NamedSharding(mesh, P())
-
-    def put(path, leaf, born):
-        kind = "pinned_host" if born.memory_space == jax.memory.Space.Host else None
-        for name in (getattr(part, "key", None) for part in path):
-            if name in trainable and leaf.shape == trainable[name].shape:
-                spec = layout.optimizer_spec(names[name], leaf.shape, path=name)
-                return _at(leaf, NamedSharding(mesh, spec, memory_kind=kind))
-        return _at(leaf, replicated)
-
-    with sharding.use(layout):
-        traced, shapes = jax.make_jaxpr(optimizer.init, return_shape=True)(trainable)
-    born = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
-    moments = jax.tree_util.tree_map_with_path(put, shapes, born)
-    state = jax.eval_shape(lambda model: training.make_state(model, optimizer), model)
-    state_shapes = (trainable, rest, moments, _at(state.step, replicated), _at(state.key, replicated))
-    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(state_shapes))
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from maxlib.training._schedules import warmup_linear as warmup_linear
     from maxlib.training._schedules import warmup_stable_decay as warmup_stable_decay
     from maxlib.training._state import TrainState as TrainState
+    from maxlib.training._state import abstract_state as abstract_state
     from maxlib.training._state import make_state as make_state
     from maxlib.training._step import jit_step as jit_step
     from maxlib.training._step import make_eval_step as make_eval_step

@@ -117,21 +117,29 @@ def place_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optim
         rest: The rest of the model, with the axis names.
         optimizer: True uses the sharding of the parameter's optimizer state instead.
     """
-    if (layout := sharding.current()) is None:
+    if sharding.current() is None:
         return tree
+    specs = specs_like_parameters(tree, params, rest, optimizer=optimizer)
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
+
+
+def specs_like_parameters(tree: Any, params: dict[str, Any], rest: Any, *, optimizer: bool = False) -> Any:
+    """Returns the spec of every array of `tree` under the active layout; see `place_like_parameters`."""
+    layout = sharding.current()
+    assert layout is not None
     names = nn.tree.axes(rest)
     spec_of = layout.optimizer_spec if optimizer else layout.parameter_spec
 
-    def put(path, leaf):
+    def spec(path: Any, leaf: Any) -> P:
         spec = P()
         for name in (getattr(part, "key", None) for part in path):
             if name in params and leaf.ndim == params[name].ndim:
                 spec = spec_of(names[name], params[name].shape, path=name)
                 if leaf.shape != params[name].shape:  # such as scales of blocks, or one number for each row
                     spec, _ = sharding.layers.drop_uneven(spec, leaf.shape, layout.mesh)
-        return jax.lax.with_sharding_constraint(leaf, spec)
+        return spec
 
-    return jax.tree_util.tree_map_with_path(put, tree)
+    return jax.tree_util.tree_map_with_path(spec, tree)
 
 
 def place_beside(tree: Any, params: dict[str, Any]) -> Any:

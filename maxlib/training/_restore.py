@@ -30,6 +30,7 @@ class ResumePoint:
 
 def initial_state(
     state: TrainState,
+    make: Callable[[], TrainState],
     checkpointer: checkpoint.Checkpointer | checkpoint.Tiers | None,
     resume_from: str | Path | None,
     params_from: str | Path | None,
@@ -40,8 +41,20 @@ def initial_state(
     """Returns the initial state, as `Trainer.restore` describes.
 
     A resumed state has the structure and shardings of `state`, whose arrays are deleted first to free their memory.
+
+    Args:
+        state: The state, or its shapes and shardings (`abstract_state`).
+        make: Returns the state in arrays; called only where its values are needed.
+        checkpointer: As in `Trainer`.
+        resume_from: As in `Trainer.restore`.
+        params_from: As in `Trainer.restore`.
+        optimizer: As in `Trainer`.
+        layout: As in `Trainer`.
     """
     base = None if checkpointer is None else checkpointer.base
+    leaves = jax.tree.leaves(state.rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    if base is not None or not all(isinstance(leaf, nnx.Variable) for leaf in leaves):
+        state = make()  # frozen weights are compared with the base; checkpoints have no arrays outside of variables
     if checkpointer is not None:
         checkpointer.groupings = checkpointer.groupings or nn.tree.groupings(state.rest)
         if any(step is not None for step in distributed.allgather_json(checkpointer.latest())):
@@ -51,6 +64,7 @@ def initial_state(
     if resume_from is not None:
         restored = _read(lambda like: checkpoint.load(resume_from, like, groupings=groupings), state, base, resume_from)
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
+    state = make()
     if params_from is not None:
         return _with_parameters(state, Path(params_from), groupings, optimizer=optimizer, layout=layout)
     if step := int(state.step):
@@ -149,7 +163,9 @@ def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
     """Returns shapes and shardings to restore into, and deletes the arrays of `state` to free their memory."""
     items = items_of(state, base)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items)
-    jax.tree.map(lambda x: x.delete(), items)
+    for x in jax.tree.leaves(items):
+        if isinstance(x, jax.Array):
+            x.delete()
     return like
 
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
 from maxlib.training._offload import check_offloaded
 from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
-from maxlib.training._placement import place_beside, place_like_parameters
+from maxlib.training._placement import place_beside, place_like_parameters, specs_like_parameters
 
 
 @nn.pytree
@@ -100,6 +102,57 @@ def make_state(
     check_averages(opt_state)
     _warn_of_rounding(opt_state, trainable)
     return place_beside(TrainState(trainable, rest, opt_state, step, copied_key), trainable)
+
+
+def abstract_state(
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    layout: sharding.Layout | None = None,
+    filter: nn.tree.Filter | None = None,
+    key: Array | int = 0,
+) -> TrainState:
+    """Returns the shapes and shardings of the state that `make_state` makes; allocates nothing.
+
+    Args:
+        model: A function that builds the model, or its shapes, with their shardings if there is a layout.
+        optimizer: As for `make_state`.
+        layout: The layout in which the state would be made; None for the default device.
+        filter: As for `make_state`.
+        key: As for `make_state`.
+
+    Raises:
+        ValueError: as `make_state` does.
+    """
+
+    def make(model: Any) -> TrainState:
+        return make_state(model, optimizer, filter=filter, key=key)
+
+    if is_builder(model):
+        model = sharding.eval_shape(model)
+        if layout is not None:
+            model = jax.tree.map(_at, model, sharding.shardings(model, layout))
+    if layout is None:
+        place = jnp.zeros(()).sharding  # of the default device
+        return jax.tree.map(lambda x: _at(x, place), jax.eval_shape(make, model))
+    trainable, rest = nn.partition(model, filter or nn.tree.default_filter(model))
+    with sharding.use(layout):
+        traced, state = jax.make_jaxpr(make, return_shape=True)(model)
+        specs = specs_like_parameters(state.opt_state, trainable, rest, optimizer=True)
+    spaces = jax.tree.unflatten(jax.tree.structure(state), [x.memory_space for x in traced.out_avals])
+
+    def moment(x: Any, space: Any, spec: P) -> jax.ShapeDtypeStruct:
+        kind = "pinned_host" if space == jax.memory.Space.Host else None
+        return _at(x, NamedSharding(layout.mesh, spec, memory_kind=kind))
+
+    moments = jax.tree.map(moment, state.opt_state, spaces.opt_state, specs)
+    replicated = NamedSharding(layout.mesh, P())
+    arrays = trainable, rest, moments, _at(state.step, replicated), _at(state.key, replicated)
+    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(arrays))
+
+
+def _at(x: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
 def is_builder(model: Any) -> bool:

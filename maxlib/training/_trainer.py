@@ -11,6 +11,7 @@ import jax
 import optax
 
 from maxlib import nn, sharding
+from maxlib._utils.compilation_cache import enable_compilation_cache
 from maxlib._utils.garbage import collection_paused
 from maxlib.checkpoint import Checkpointer, Tiers
 from maxlib.distributed import Interrupted, StopRequest, hard_timeout, stop_on_signal
@@ -33,7 +34,7 @@ from maxlib.training._placement import copy_model, host_rows, shard_batch
 from maxlib.training._prefetch import StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import SaveManager
-from maxlib.training._state import is_builder, make_state
+from maxlib.training._state import TrainState, abstract_state, is_builder, make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
 from maxlib.training.diloco import DiLoCo
 from maxlib.training.losses import Batch, LossFunction, NextToken
@@ -48,7 +49,8 @@ class DivergedError(FloatingPointError):
 class Trainer:
     """Training loop around `make_train_step` that restores, saves, evaluates, measures and stops.
 
-    It trains its own copy; the model you pass is not modified.
+    It trains its own copy; the model you pass is not modified. Compiled programs are kept on disk
+    (`maxlib.enable_compilation_cache`).
 
         optimizer = training.adamw(training.warmup_cosine(1e-3, steps=100, warmup=10))
         trainer = training.Trainer(model, optimizer=optimizer, loader=loader, loss=training.NextToken())
@@ -56,7 +58,7 @@ class Trainer:
 
     Args:
         model: An `nnx.Module`, which is copied, or a function that builds one, which is run under jit so that
-            parameters are created already sharded.
+            parameters are created already sharded; a run that resumes from a checkpoint does not run it.
         optimizer: An optax optimizer of `{path: array}`, such as `adamw(1e-3)`, which clips gradients to a norm of 1;
             optax.adamw does not clip.
         loader: Returns this host's rows of every batch: a loader with a state (`StatefulLoader`), or any iterable of
@@ -87,7 +89,8 @@ class Trainer:
             its checkpoint.
 
     Attributes:
-        state: The current state; the next step deletes its arrays. `fit` or `restore` loads the newest checkpoint.
+        state: The current state; the next step deletes its arrays. `fit` or `restore` loads the newest checkpoint;
+            before them, it is the state of a new run.
         model: A copy of the state's model.
         step: Number of steps done.
         batch: The last step's batch, on its devices.
@@ -123,6 +126,7 @@ class Trainer:
         timeout: float | None = None,
         key: jax.Array | int = 0,
     ):
+        enable_compilation_cache()
         loader = as_loader(loader, "loader")
         evaluations = by_prefix(evaluation)
         _check_arguments(model, loader, evaluations, checkpointer, callbacks)
@@ -168,10 +172,18 @@ class Trainer:
         self.writers = Writers([self.console] if jax.process_index() == 0 else [], log=self.log)
         if directory is not None and jax.process_index() == 0:
             self.writers.append(Jsonl(Path(directory) / "metrics.jsonl"))
+
+        def make() -> TrainState:
+            source = model if is_builder(model) else copy_model(model, layout)
+            state = make_state(source, optimizer, filter=filter, key=key)
+            return jax.block_until_ready(state if diloco is None else diloco.init(state))
+
+        self._make: Callable[[], TrainState] | None = make  # None when the state has arrays
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
-            model = model if is_builder(model) else copy_model(model, layout)
-            state = make_state(model, optimizer, filter=filter, key=key)
-            self.state = jax.block_until_ready(state if diloco is None else diloco.init(state))
+            if is_builder(model) and diloco is None:
+                self._state = abstract_state(model, optimizer, layout=layout, filter=filter, key=key)
+            else:
+                self.state = make()
         self.step, self.batch, self._batch_before = 0, None, None
         self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
@@ -180,6 +192,19 @@ class Trainer:
         self._evaluated: dict[str, int] = {}  # step of each set's newest evaluation
         self._counts_at: int | None = None  # step at which the loaders' counts were last written
         self._origin: ResumePoint | None = None  # None until `restore` has run
+
+    @property
+    def state(self) -> TrainState:
+        """Returns the current state. Arrays are created here if none were restored; then all processes must call it."""
+        if self._make is not None:
+            name = "the model's parameters and moments"
+            with self.clock.span("startup"), self.sharded(), hard_timeout(self.timeout, name):
+                self.state = self._make()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state, self._make = state, None
 
     @property
     def model(self) -> Any:
@@ -202,7 +227,8 @@ class Trainer:
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
-                self.state,
+                self._state,
+                lambda: self.state,
                 self.checkpointer,
                 resume_from,
                 params_from,

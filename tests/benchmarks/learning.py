@@ -12,6 +12,7 @@ after ours, with as many rows and steps, on the same cores. With --json what is 
 
 import argparse
 import dataclasses
+import functools
 import json
 import platform
 import statistics
@@ -52,8 +53,9 @@ STUDENT = dataclasses.replace(
     rope=ops.Rope(16, max_length=64),
 )
 ROWS, PROMPTS, GROUP = 64, 16, 8  # rows of a batch; prompts of a GRPO step, and completions of each
-STEPS = {"sft": 500, "lora": 200, "dpo": 60, "grpo": 60, "distillation": 1000}
-RATES = {"sft": 1e-3, "lora": 3e-3, "dpo": 5e-5, "grpo": 1e-4, "distillation": 1e-3}
+STEPS = {"sft": 500, "lora": 200, "dpo": 60, "grpo": 60, "ppo": 60, "distillation": 1000}
+RATES = {"sft": 1e-3, "lora": 3e-3, "dpo": 5e-5, "grpo": 1e-4, "ppo": 1e-4, "distillation": 1e-3}
+EPOCHS = 4  # of PPO, on the completions of a step
 LORA = adapters.LoRA(rank=8, alpha=16)
 SAMPLER = inference.Sampler(temperature=1.0)
 # What each run must reach: the least ("exact >=") or the most of a figure.
@@ -62,9 +64,11 @@ THRESHOLDS = {
     "lora": {"exact >=": 0.90, "base changed <=": 0},
     "dpo": {"pairs right >=": 0.98, "up >=": 0.60, "down <=": 0.02},
     "grpo": {"reward >=": 0.85, "exact >=": 0.93},
+    "ppo": {"reward >=": 0.85, "exact >=": 0.93},
     "distillation": {"divergence <=": 0.06, "of the start <=": 1 / 8, "exact >=": 0.85},
 }
-CURVES = {"sft": "nll", "lora": "nll", "dpo": "rewards/accuracies", "grpo": "reward", "distillation": "divergence"}
+CURVES = {"sft": "nll", "lora": "nll", "dpo": "rewards/accuracies", "grpo": "reward", "ppo": "reward"}
+CURVES["distillation"] = "divergence"
 
 
 class Curve(list):
@@ -165,11 +169,16 @@ def dpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
 
 
 def sampled(
-    loader: Any, generator: inference.Generator, seed: int, number: int, *, prompts: int, num_samples: int
+    state: training.TrainState,
+    generator: inference.Generator,
+    seed: int,
+    number: int,
+    *,
+    prompts: int,
+    num_samples: int,
 ) -> tuple[list, list]:
     """Prompts, each `num_samples` times, and completions by the newest weights."""
-    weights = loader.trainer.state.trainable
-    generator.update({path.removeprefix("trained."): value for path, value in weights.items()})
+    generator.update({path.removeprefix("trained."): value for path, value in state.trainable.items()})
     found = sorting.lists(np.random.default_rng(seed * 10**4 + number), prompts)
     rows = [sorting.prompt(x) for x in found for _ in range(num_samples)]
     return rows, answers(generator, rows, SAMPLER, jax.random.key(seed * 10**4 + number))
@@ -179,7 +188,9 @@ def grpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
     generator = inference.Generator(model, dtype=jnp.float32)
 
     def make(number: int) -> tuple[dict[str, Any], dict[str, float]]:
-        prompts, texts = sampled(loader, generator, seed + 300, number, prompts=PROMPTS, num_samples=GROUP)
+        prompts, texts = sampled(
+            loader.trainer.state, generator, seed + 300, number, prompts=PROMPTS, num_samples=GROUP
+        )
         rewards = np.array([sorting.reward(*both) for both in zip(prompts, texts, strict=True)]).reshape(-1, GROUP)
         advantages = post_training.group_advantages(rewards)
         batch = post_training.completion_batch(prompts, texts, advantages, length=sorting.LENGTH, sampler=SAMPLER)
@@ -192,6 +203,46 @@ def grpo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
     return new, {"reward": reward, "exact": exact(new, seed)["up"]}, curve, seconds
 
 
+def critic_of(model: Any, seed: int) -> Any:
+    return nn.with_head(model, nn.ScoreHead(CONFIG.dim, 1, rngs=nnx.Rngs(seed + 2)))
+
+
+def ppo(model: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
+    """PPO with a critic that starts from the policy's weights; its settings are the defaults of TRL's trainer."""
+
+    def schedule(step: Any) -> Any:
+        return polynomial(RATES["ppo"], STEPS["ppo"])(step // EPOCHS)
+
+    def made(loss: training.Loss, start: Any) -> tuple[Any, Any]:
+        adamw = training.adamw(schedule, b2=0.999, weight_decay=0.0, clip=None)
+        step = training.make_train_step(loss, adamw, dtype=jnp.float32, remat="full")
+        return training.make_state(jax.tree.map(jnp.copy, start), adamw), training.jit_step(step)
+
+    curve, start = Curve(), clocks()
+    policy, policy_step = made(post_training.PPO(), model)
+    critic, critic_step = made(post_training.ValueLoss(), critic_of(model, seed))
+    log_probs = jax.jit(functools.partial(post_training.log_probs, dtype=jnp.float32))
+    token_scores = jax.jit(functools.partial(post_training.token_scores, dtype=jnp.float32))
+    generator = inference.Generator(model, dtype=jnp.float32)
+    for number in range(STEPS["ppo"]):
+        prompts, texts = sampled(policy, generator, seed + 600, number, prompts=PROMPTS * GROUP, num_samples=1)
+        scores = np.array([sorting.reward(*both) for both in zip(prompts, texts, strict=True)])
+        rows = sorting.rows(prompts, texts)
+        mask = rows["targets"] >= 0
+        old, reference = (np.asarray(log_probs(m, rows).log_prob) for m in (policy.model, model))
+        values = np.asarray(token_scores(critic.model, rows))[..., 0]
+        rewards = post_training.ppo.token_rewards(scores, mask, old=old, reference=reference, beta=0.05)
+        advantages, returns = post_training.ppo.gae(rewards, values, mask, gamma=1.0, lam=0.95)
+        white = np.float32(post_training.ppo.whiten(advantages, mask))
+        for _ in range(EPOCHS):
+            policy, metrics = policy_step(policy, rows | {"advantages": white, "old_log_probs": old})
+            critic, value = critic_step(critic, rows | {"returns": np.float32(returns), "old_values": values})
+        curve.write(number, metrics | {"value_error": value["value_error"], "reward": scores.mean()})
+    seconds = since(start)
+    reward = statistics.fmean(values["reward"] for values in curve[-5:])
+    return policy.model, {"reward": reward, "exact": exact(policy.model, seed)["up"]}, curve, seconds
+
+
 def student_of(seed: int) -> Any:
     return jax.jit(lambda: llama.Llama(STUDENT, rngs=nnx.Rngs(seed + 1)))()
 
@@ -202,7 +253,7 @@ def distillation(teacher: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
     generator = inference.Generator(student, dtype=jnp.float32)
 
     def make(number: int) -> tuple[dict[str, Any], dict[str, float]]:
-        texts = sampled(loader, generator, seed + 400, number, prompts=ROWS, num_samples=1)
+        texts = sampled(loader.trainer.state, generator, seed + 400, number, prompts=ROWS, num_samples=1)
         return sorting.rows(*texts), {}
 
     loader = post_training.Rollouts(make)
@@ -215,21 +266,21 @@ def distillation(teacher: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
     return new.trained, found | {"exact": exact(new.trained, seed)["up"]}, curve, seconds
 
 
-RUNS = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "distillation": distillation}
+RUNS = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "ppo": ppo, "distillation": distillation}
 
 
 def one_seed(seed: int, runs: list[str], trl: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the runs of a seed. Adapters and distillation start from the SFT model, DPO and GRPO from a model of two
-    orders.
+    """Yields the runs of a seed. Adapters and distillation start from the SFT model, DPO, GRPO and PPO from a model of
+    two orders.
     """
     start = jax.jit(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(seed)))()
     sorter, *of_sft = sft(start, seed) if {"sft", "lora", "distillation"} & {*runs} else [None]
     either = None
-    if {"dpo", "grpo"} & {*runs}:
+    if {"dpo", "grpo", "ppo"} & {*runs}:
         either = supervised("sft", start, seed + 500, (False, True))[0]
         print(f"seed {seed}: the model that sorts up or down by chance: {exact(either, seed)}", flush=True)
     for run in runs:
-        begin = {"sft": start, "dpo": either, "grpo": either}.get(run, sorter)
+        begin = {"sft": start, "dpo": either, "grpo": either, "ppo": either}.get(run, sorter)
         figures, curve, seconds = of_sft if run == "sft" else RUNS[run](begin, seed)[1:]
         values = [round(step[CURVES[run]], 5) for step in curve]
         step = statistics.median(np.diff(curve.times).tolist())
@@ -248,7 +299,11 @@ def beside(run: str, model: Any, seed: int) -> dict[str, Any]:
         weights.save_pretrained(model, Path(directory) / "model")
         if run == "distillation":
             weights.save_pretrained(student_of(seed), Path(directory) / "student")
-        sizes = {"rows": PROMPTS * GROUP if run == "grpo" else ROWS, "group": GROUP}
+        if run == "ppo":
+            weights.save_pretrained(
+                critic_of(model, seed), Path(directory) / "critic", generation={"pad_token_id": sorting.PAD}
+            )
+        sizes = {"rows": PROMPTS * GROUP if run in ("grpo", "ppo") else ROWS, "group": GROUP}
         return learning_trl.run(run, Path(directory), seed, steps=STEPS[run], rate=RATES[run], **sizes)
 
 

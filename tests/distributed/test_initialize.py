@@ -1,10 +1,12 @@
 """Process discovery, and detection of processes that do not start."""
 
 import concurrent.futures
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -157,6 +159,25 @@ def test_roll_call_turns_wrong_numbers_away():
 def test_roll_call_names_an_absent_coordinator():
     (error,) = call("127.0.0.1:1", 2, [1], timeout=0.3)
     assert "process 1 did not reach process 0 at 127.0.0.1:1 within 0.3 s" in error
+
+
+def test_a_service_that_runs_already_is_said_or_rejoined():
+    """jax's service answers with binary frames: the run goes on, or an earlier one has not ended."""
+
+    def serve(server: socket.socket) -> None:
+        while True:
+            with contextlib.suppress(OSError), server.accept()[0] as caller:
+                caller.recv(64)
+                caller.sendall(b"\0\0\x12\4\0\xfe\xff")
+            if server.fileno() < 0:
+                return
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match="another service answers there"):
+            rendezvous(address, 2, 1, timeout=0.3)
+        rendezvous(address, 2, 1, timeout=5, rejoins=True)
 
 
 def test_a_port_that_is_taken_is_named():

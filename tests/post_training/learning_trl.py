@@ -6,6 +6,7 @@ Rollouts have the same prompts, but draw their own answers.
 import itertools
 import statistics
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from trl import (
-    DistillationConfig,
-    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -42,7 +46,7 @@ def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows:
         "max_steps": steps,
         "learning_rate": rate,
         "per_device_train_batch_size": rows,
-        "lr_scheduler_type": "linear" if what in ("dpo", "grpo") else "cosine",
+        "lr_scheduler_type": "linear" if what in ("dpo", "grpo", "ppo") else "cosine",
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "report_to": [],
@@ -55,14 +59,19 @@ def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows:
         "seed": seed,
     }
     trained = (read("student"), model) if what == "distillation" else model
+    if what == "ppo":
+        critic = AutoModelForSequenceClassification.from_pretrained(directory / "critic", dtype=torch.float32)
+        trained = (model, read("model"), critic)
     start, processor = time.perf_counter(), time.process_time()
     trainer = MAKE[what](trained, tokenizer(), shared, seed, steps, group)
     trainer.add_callback(times := Times())
     trainer.train()
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
-    found = exact(trainer.model.eval(), seed)
+    found = exact((trainer.model.policy if what == "ppo" else trainer.model).eval(), seed)
     logs = [log for log in trainer.state.log_history if "reward" in log or "rewards/accuracies" in log]
     last = {name: logs[-1][name] for name in ("reward", "rewards/accuracies") if logs and name in logs[-1]}
+    if what == "ppo":
+        last = {"reward": statistics.fmean(log["objective/scores"] for log in trainer.state.log_history[-5:])}
     return {"seconds": seconds, "processor": processor, "step": times.median(), "figures": found | last}
 
 
@@ -160,7 +169,53 @@ def grpo(model: Any, words: Any, shared: dict, seed: int, steps: int, group: int
     return GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data, processing_class=words)
 
 
+class Rewards(torch.nn.Module):
+    """A function of rewards as the reward model that TRL's PPO asks for."""
+
+    base_model_prefix = "ids"
+
+    def ids(self, input_ids: Any, attention_mask: Any, **_: Any) -> Any:
+        return types.SimpleNamespace(hidden_states=[torch.where(attention_mask.bool(), input_ids, -1)])
+
+    def score(self, rows: Any) -> Any:
+        texts = [[token for token in row if token >= 0] for row in rows.tolist()]
+        ends = [text.index(sorting.SEPARATOR) + 1 for text in texts]
+        scores = [sorting.reward(text[:end], text[end:]) for text, end in zip(texts, ends, strict=True)]
+        return torch.tensor(scores)[:, None, None].expand(*rows.shape, 1)  # B -> B T 1
+
+
+def ppo(models: Any, words: Any, shared: dict, seed: int, steps: int, group: int) -> Any:
+    """TRL has had it until 1.6."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    policy, reference, critic = models
+    policy.generation_config.pad_token_id = sorting.PAD
+    rows = shared["per_device_train_batch_size"]
+    (lists,) = joined(lambda number: (sorting.lists(np.random.default_rng(number), rows),), seed + 600, steps)
+    options = {
+        "total_episodes": rows * steps,
+        "response_length": sorting.NEW,
+        "stop_token_id": sorting.END,
+        "temperature": 1.0,
+        "local_rollout_forward_batch_size": rows,
+        "num_sample_generations": 0,
+    }
+    shared = {name: value for name, value in shared.items() if name != "max_steps"}
+    return PPOTrainer(
+        args=PPOConfig(**shared, **options),
+        processing_class=words,
+        model=policy,
+        ref_model=reference,
+        reward_model=Rewards(),
+        value_model=critic,
+        train_dataset=Dataset.from_dict({"input_ids": [sorting.prompt(x) for x in lists]}),
+        eval_dataset=Dataset.from_dict({"input_ids": []}),
+    )
+
+
 def distillation(models: Any, words: Any, shared: dict, seed: int, steps: int, group: int) -> Any:
+    from trl import DistillationConfig, DistillationTrainer  # which TRL 1.6, the last with PPO, lacks
+
     options = {"max_completion_length": sorting.NEW, "temperature": 1.0, "beta": 1.0, "shuffle_dataset": False}
     data = prompts(seed + 400, steps, shared["per_device_train_batch_size"])
     config = DistillationConfig(**shared, **options)
@@ -168,7 +223,7 @@ def distillation(models: Any, words: Any, shared: dict, seed: int, steps: int, g
     return DistillationTrainer(student, teacher, args=config, train_dataset=data, processing_class=words)
 
 
-MAKE = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "distillation": distillation}
+MAKE = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "ppo": ppo, "distillation": distillation}
 
 
 @torch.no_grad()

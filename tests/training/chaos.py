@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from maxlib import checkpoint
+from maxlib import checkpoint, observability, plan
 from maxlib.distributed._launcher import furthest
 from maxlib.observability import read_jsonl
 from tests.training import chaotic
@@ -104,12 +104,21 @@ class Fault:
     at: float
     step: int
     lost: float = 0.0
+    noticed: float = 0.0  # seconds until the launcher started again
+    again: int = 0  # steps done again
     restarted: bool = False
 
 
 def kill(run: Run, rng: random.Random) -> None:
     """SIGKILL for one process."""
     os.kill(rng.choice(run.pids), signal.SIGKILL)
+
+
+def lost_disk(run: Run, rng: random.Random) -> None:
+    """SIGKILL for one process, and its directory of near checkpoints is deleted."""
+    process = rng.randrange(len(run.pids))
+    os.kill(run.pids[process], signal.SIGKILL)
+    shutil.rmtree(run.directory / f"disk-{process}", ignore_errors=True)
 
 
 def stop(run: Run, rng: random.Random) -> None:
@@ -146,13 +155,13 @@ def slow_disk(run: Run, rng: random.Random) -> None:
 
 
 def truncated(run: Run, rng: random.Random) -> None:
-    """The newest checkpoint loses half of a file while the run is down."""
+    """The newest checkpoint loses half of a file while the run is down, and no near checkpoint is left."""
     file = _newest_file(run, rng)
     os.truncate(file, file.stat().st_size // 2)
 
 
 def flipped(run: Run, rng: random.Random) -> None:
-    """One bit of the newest checkpoint changes while the run is down."""
+    """One bit of the newest checkpoint changes while the run is down, and no near checkpoint is left."""
     file = _newest_file(run, rng)
     with file.open("r+b") as opened:
         place = file.stat().st_size // 2
@@ -166,6 +175,8 @@ def _newest_file(run: Run, rng: random.Random) -> Path:
     """The largest file of the newest step, after one process was killed and nothing more can be saved."""
     kill(run, rng)
     time.sleep(0.3)
+    for disk in run.directory.glob("disk-*"):
+        shutil.rmtree(disk, ignore_errors=True)
     newest = run.directory / "checkpoints" / str(steps(run.directory)[-1])
     return max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
@@ -195,9 +206,10 @@ def clock(run: Run, rng: random.Random) -> None:
 
 
 FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
-    f.__name__: f for f in (kill, stop, full_disk, no_directory, slow_disk, truncated, flipped, reader, peer, clock)
+    f.__name__: f
+    for f in (kill, lost_disk, stop, full_disk, no_directory, slow_disk, truncated, flipped, reader, peer, clock)
 }
-FATAL = {"kill", "stop", "truncated", "flipped", "reader", "peer"}
+FATAL = {"kill", "lost_disk", "stop", "truncated", "flipped", "reader", "peer"}
 TOGETHER = {"stop", "peer"}  # of one process alone they say nothing
 
 
@@ -214,13 +226,14 @@ def throw(run: Run, name: str, rng: random.Random, begin: float) -> Fault:
     wait_for(
         lambda: run.starts() > starts or (name not in FATAL and run.step > before), LOUD, run, f"{name} to be said"
     )
-    fault.restarted = run.starts() > starts
+    fault.restarted, fault.noticed = run.starts() > starts, time.monotonic() - at
     begins = lambda: [int(line.split()[-1]) for _, line in run.said[heard:] if line.startswith("began at ")]
     reached = max(before, run.step)
     if fault.restarted:
         wait_for(begins, 240, run, f"the run to start again after {name}")
         kept = good[-2 if name in ("truncated", "flipped") else -1 :][0]
         assert begins()[0] >= kept, f"{name} lost the step {kept}: began at {begins()}\n{run.text()[-3000:]}"
+        fault.again = reached - begins()[0]
     wait_for(lambda: run.step > reached, 240, run, f"the run to go on after {name}")
     fault.lost = time.monotonic() - at
     return fault
@@ -242,6 +255,7 @@ class Result:
     progress: list[tuple[float, int]]
     wall: float
     pace: tuple[float, float]  # median seconds of a step: untouched, and between faults
+    goodput: tuple[float, float]  # share of the time in steps that were kept: measured, and simulated by `maxlib.plan`
 
     def __str__(self) -> str:
         rows = [f"{'fault':14}{'times':>6}{'restarts':>9}{'seconds lost, median':>22}{'most':>8}"]
@@ -254,6 +268,12 @@ class Result:
         rows.append(
             f"{len(self.faults)} faults in {self.wall:.0f} s; a step takes {ours:.3f} s, untouched {untouched:.3f}"
         )
+        steps, again = self.progress[-1][1], sum(fault.again for fault in self.faults)
+        rows.append(
+            f"{100 * steps / (steps + again):.1f} % of the steps were useful: {again} of {steps} were done again"
+        )
+        measured, simulated = self.goodput
+        rows.append(f"goodput {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
         return "\n".join(rows)
 
 
@@ -283,7 +303,42 @@ def chaos(
     with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
         assert untouched.wait(1800) == 0, untouched.text()[-5000:]
     pace = compare(directory / "chaos", directory / "untouched", processes, last)
-    return Result(faults, progress, wall, pace)
+    goodput = goodputs(directory / "chaos", faults, progress, pace[1])
+    return Result(faults, progress, wall, pace, goodput)
+
+
+def goodputs(
+    directory: Path, faults: list[Fault], progress: list[tuple[float, int]], pace: float
+) -> tuple[float, float]:
+    """Returns the share of the time in steps that were kept, and what `plan.simulate_goodput` says it should be.
+
+    The simulation gets the rate of the faults that stopped the run, the mean seconds of a restart and of a save, and by
+    how much the mean step takes longer than the median one.
+    """
+    stops = [fault for fault in faults if fault.restarted]
+    (begin, first), (end, last) = progress[0], progress[-1]
+    if not stops or pace <= 0:
+        return 0.0, 0.0
+    spent = observability.goodput(directory)
+    startup, compiling, restoring, saving = (
+        spent.seconds.get(name, 0.0) / spent.sessions for name in ("startup", "compile", "restore", "save")
+    )
+    again = sum(fault.again for fault in stops) * pace
+    warming = max(0.0, spent.seconds.get("redone", 0.0) - again) / spent.sessions  # the first steps take longer
+    trained = spent.seconds["step"] + spent.seconds["callbacks"]  # callbacks sleep
+    noticing = sum(fault.noticed for fault in stops) / len(stops)
+    saves = (last - first) / chaotic.NEAR / spent.sessions  # of a session
+    straggling = max(1.0, trained / ((last - first) * pace))
+    tier = plan.Tier(save=saving / max(saves, 1.0), restore=restoring)
+    cluster = plan.Cluster(
+        hosts=1,
+        hours_between_failures=(end - begin) / len(stops) / 3600,
+        restart=noticing + startup + compiling + warming,
+        tiers=[tier],
+        straggling=straggling,
+    )
+    simulated = plan.simulate_goodput(cluster, [chaotic.NEAR * pace * straggling], days=1.0)
+    return (last - first) * pace / (end - begin), simulated.useful
 
 
 @contextlib.contextmanager

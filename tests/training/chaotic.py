@@ -1,6 +1,7 @@
 """A training run for fault injection: `python -m tests.training.chaotic DIRECTORY PAUSE PACED`.
 
-It trains on a packed mixture on all processes, saves every ten steps, and leaves `final-*.json`. PAUSE: seconds that
+It trains on a packed mixture on all processes, saves near every five steps and in one place every ten, and leaves
+`final-*.json`. PAUSE: seconds that
 each of the first PACED steps lasts longer. `DIRECTORY/faults` holds what nothing outside of a process can do, and the
 file `end` with the last step, a multiple of `CHUNK`, once that is known.
 """
@@ -26,7 +27,7 @@ from tests.training import tiny
 from tests.training.killable import digests
 from tests.training.soak import Smallest
 
-EVERY, CHUNK, DEADLINE, SLOW = 10, 50, 15.0, 3.0
+NEAR, EVERY, CHUNK, DEADLINE, SLOW = 5, 10, 50, 15.0, 3.0
 
 
 class Faults:
@@ -83,7 +84,10 @@ def main(directory: Path, pause: float, paced: int) -> None:
         loss=tiny.loss,
         directory=directory,
         layout=sharding.Layout(sharding.make_mesh(fsdp=-1), sharding.FSDP) if jax.process_count() > 1 else None,
-        checkpointer=checkpoint.Checkpointer(directory / "checkpoints", every=EVERY, keep=3, max_failed_saves=20),
+        checkpointer=checkpoint.Tiers(
+            checkpoint.Local(directory / f"disk-{jax.process_index()}", every=NEAR, max_failed_saves=20),
+            checkpoint.Checkpointer(directory / "checkpoints", every=EVERY, keep=3, max_failed_saves=20),
+        ),
         callbacks=[(1, lambda trainer: time.sleep(pause if trainer.step <= paced else 0.0))],
         timeout=DEADLINE,
     )

@@ -1,5 +1,6 @@
 """Where a training run begins: a checkpoint of its own or of another run, parameters, a Hugging Face directory."""
 
+import contextlib
 import shutil
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import checkpoint, nn, observability, ops, training, weights
+from maxlib import checkpoint, nn, observability, ops, sharding, training, weights
 from tests.training import tiny
 from tests.training.trainers import ADAMW, by_hand, same, trainer
 
@@ -34,6 +35,46 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert np.float32(rows[-1]["loss"]) == np.float32(metrics["loss"])
     assert np.float32(make(tiny.Loader()).fit(6)["loss"]) == np.float32(metrics["loss"])  # nothing is left to do
+
+
+def test_a_resumed_run_does_not_build_the_model(tmp_path):
+    checkpointer = checkpoint.Checkpointer(tmp_path, every=2)
+    trainer(checkpointer=checkpointer).fit(2)
+    values = []
+
+    def build():
+        model = tiny.model()
+        jax.debug.callback(values.append, jax.tree.leaves(model)[0])  # runs if values are computed
+        return model
+
+    for directory, is_new in ((tmp_path, False), (tmp_path / "new", True)):
+        resumed = trainer(build, checkpointer=checkpoint.Checkpointer(directory))
+        resumed.restore()
+        jax.block_until_ready(resumed.state)
+        jax.effects_barrier()
+        assert bool(values) == is_new
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(resumed.state))
+
+
+STATES = {
+    "one device": (None, training.adamw(1e-2)),
+    "fsdp": (sharding.FSDP, training.adamw(1e-2)),
+    "zero1 with scales of blocks": (sharding.DP | sharding.ZERO1, training.eight_bit_moments(training.adamw(1e-2))),
+    "on the host": (sharding.FSDP | sharding.OFFLOAD_OPTIMIZER, training.adamw(1e-2)),
+}
+
+
+@pytest.mark.parametrize(("strategy", "optimizer"), STATES.values(), ids=STATES)
+def test_the_abstract_state_is_that_of_make_state(strategy, optimizer):
+    layout = None if strategy is None else sharding.Layout(sharding.make_mesh(data=2, fsdp=4), strategy)
+    with contextlib.nullcontext() if layout is None else sharding.use(layout):
+        state = training.make_state(tiny.llama, optimizer)
+    shapes = training.abstract_state(tiny.llama, optimizer, layout=layout)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    for (path, x), shape in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(shapes), strict=True):
+        assert (x.shape, x.dtype) == (shape.shape, shape.dtype), path
+        assert x.sharding.is_equivalent_to(shape.sharding, x.ndim), (path, x.sharding, shape.sharding)
+        assert (x.sharding.memory_kind == "pinned_host") == (shape.sharding.memory_kind == "pinned_host"), path
 
 
 def test_a_resumed_model_that_is_configured_otherwise_is_said(tmp_path):

@@ -1,0 +1,69 @@
+"""examples/launch/elastic.py: a replica that is killed is left out, and joins again."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxlib import data, tokenization
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(directory: Path, port: int, process: int) -> subprocess.Popen:
+    options = f"gpt3-52k --tokens {directory}/tokens --shared {directory}/shared --length 32 --batch-size 2"
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "3",
+        "JAX_PROCESS_ID": str(process),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.Popen(
+        [sys.executable, ROOT / "examples/launch/elastic.py", *options.split(), "--meetings=100000", "--every=3", "--heartbeat=10"],
+        env=os.environ | variables,
+        stdout=(directory / f"{process}.txt").open("a"),
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def wait_for(text: str, file: Path, after: int = 0) -> int:
+    """Waits until a text is printed; returns where it ends."""
+    end = time.monotonic() + 240
+    while (at := file.read_text().find(text, after)) < 0:
+        assert time.monotonic() < end, (text, file.read_text()[-2000:])
+        time.sleep(0.1)
+    return at + len(text)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_lost_replica_is_left_out_and_joins_again(tmp_path):
+    documents = data.in_memory([f"{i} cats sat on {i} mats" for i in range(60)])
+    tokenizer = tokenization.train_bpe((document["text"] for document in documents), vocab_size=300)
+    data.write_tokens(documents, tmp_path / "tokens", tokenizer)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    running = [start(tmp_path, port, process) for process in range(3)]
+    log = tmp_path / "0.txt"
+    try:
+        wait_for("of replicas [0, 1, 2]: loss", log)
+        running[2].kill()
+        begin = time.monotonic()
+        at = wait_for("lost replicas [2]", log)
+        at = wait_for("of replicas [0, 1]: loss", log, at)
+        print(f"the others went on after {time.monotonic() - begin:.1f} s")
+        running.append(start(tmp_path, port, 2))
+        at = wait_for("of replicas [0, 1, 2]: loss", log, at)
+        joined = (tmp_path / "2.txt").read_text()
+        assert "joined" in joined
+        losses = [float(line.split()[-1]) for line in log.read_text().splitlines() if "loss" in line]
+        assert losses[-1] < losses[0] and running[0].poll() is None is running[1].poll()
+    finally:
+        for process in running:
+            process.kill()
