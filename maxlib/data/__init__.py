@@ -9,6 +9,7 @@ from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
     from maxlib.data._audio import AudioProcessor as AudioProcessor
+    from maxlib.data._audio import Qwen3OmniAudioProcessor as Qwen3OmniAudioProcessor
     from maxlib.data._audio import WaveformProcessor as WaveformProcessor
     from maxlib.data._audio import WhisperProcessor as WhisperProcessor
     from maxlib.data._bad_records import SkipBadRecords as SkipBadRecords

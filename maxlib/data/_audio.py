@@ -72,16 +72,18 @@ class AudioProcessor:
         """Reads the audio processor of a Hugging Face directory from its processor files and `config.json`.
 
         Returns:
-            The model's audio processor: an `AudioProcessor`, a `WaveformProcessor` for Gemma 4 12B, or a
-            `WhisperProcessor`.
+            The model's audio processor: an `AudioProcessor`, a `WaveformProcessor` for Gemma 4 12B, a
+            `WhisperProcessor`, or a `Qwen3OmniAudioProcessor`.
 
         Raises:
             FileNotFoundError: when it has no such file.
             ValueError: when its model does not hear, or its sound is prepared in an unsupported way.
         """
         path, fields = read_processor(Path(directory), "feature_extractor", "sound")
-        kind = fields.get("feature_extractor_type")
-        known = AudioProcessor, WaveformProcessor, WhisperProcessor
+        kind, config = fields.get("feature_extractor_type"), path.parent / "config.json"
+        config = json.loads(config.read_text(encoding="utf-8"))
+        known: tuple[type[AudioProcessor], ...] = AudioProcessor, WaveformProcessor, WhisperProcessor
+        known = (Qwen3OmniAudioProcessor,) if "thinker_config" in config else known
         processor = next((cls for cls in known if cls.prepares == kind), None)
         if processor is None:
             names = ", ".join(cls.prepares for cls in known)
@@ -89,7 +91,7 @@ class AudioProcessor:
         for name, value in processor.fixed.items():
             if name in fields and fields[name] != value:
                 raise ValueError(f"{path}: {name} must be {value}, got {fields[name]!r}")
-        return processor._read(fields, json.loads((path.parent / "config.json").read_text(encoding="utf-8")))
+        return processor._read(fields, config)
 
     @classmethod
     def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "AudioProcessor":
@@ -250,8 +252,12 @@ class WhisperProcessor(AudioProcessor):
 
     def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
         """Returns the frames of a clip, of float32 samples."""
-        padded = np.pad(np.pad(samples, (0, self.max_samples - len(samples))), 200, mode="reflect")
-        windows = np.lib.stride_tricks.sliding_window_view(padded, 400)[::_HOP][:-1]
+        return self._log_mel(np.pad(samples, (0, self.max_samples - len(samples))))
+
+    def _log_mel(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
+        """Returns the frames of samples that are mirrored at both ends."""
+        padded = np.pad(samples, 200, mode="reflect")
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 400)[::_HOP][: len(samples) // _HOP]
         hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)).astype(np.float32)
         # [F, window] -> [F, frequencies] -> [F, M]
         energies = np.abs(np.fft.rfft(windows * hann, axis=-1)) ** 2
@@ -263,6 +269,53 @@ class WhisperProcessor(AudioProcessor):
         raise ValueError(
             "Whisper hears by cross-attention, without placeholders: pass the clips as audio= of the model"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3OmniAudioProcessor(WhisperProcessor):
+    """Makes frames of waveforms as `WhisperProcessor` does, but of the clip alone, without silence behind it.
+
+    A hundred frames become 13 vectors. The template has the tokens around a clip.
+    """
+
+    num_bands: int = 128
+    max_samples: int = 4_800_000
+
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "dither": 0.0,
+        "hop_length": _HOP,
+        "n_fft": 400,
+        "padding_value": 0.0,
+        "sampling_rate": 16_000,
+    }
+
+    @classmethod
+    def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "Qwen3OmniAudioProcessor":
+        ids = config["thinker_config"]
+        return cls(
+            audio_token=ids["audio_token_id"],
+            begin_token=ids["audio_start_token_id"],
+            end_token=ids.get("audio_end_token_id", 151_670),
+            num_bands=fields.get("feature_size", 80),
+            max_samples=fields.get("n_samples", 4_800_000),
+        )
+
+    @property
+    def min_samples(self) -> int:
+        """Samples of the shortest clip, which is mirrored within itself."""
+        return 201
+
+    def frames(self, samples: Float[np.ndarray, " n"]) -> Float[np.ndarray, "F M"]:
+        """Returns the frames of a clip, of float32 samples."""
+        return self._log_mel(samples)
+
+    def num_tokens(self, length: int) -> int:
+        """Returns the number of vectors of a clip with so many frames."""
+        return length // 100 * 13 + (length % 100 + 7) // 8
+
+    def placeholders(self, length: int | np.integer) -> list[int]:
+        """Returns the ids that stand for a clip with so many frames, between those of the template."""
+        return [self.audio_token] * self.num_tokens(int(length))
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, int]:

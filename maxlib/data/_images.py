@@ -85,7 +85,7 @@ class ImageProcessor:
         """Reads the fields of the image processor in `path`, and of the model's config.json."""
         smallest, largest = (pixels_field(path, fields, *names) for names in _SIZES)
         return cls(
-            image_token=config["image_token_id"],
+            image_token=config.get("thinker_config", config)["image_token_id"],
             patch_size=fields["patch_size"],
             merge=fields["merge_size"],
             frames=fields["temporal_patch_size"],

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models._qwen_vision import Merger
-from maxlib.models._vision import pad_to_squares
+from maxlib.models._vision import by_window, pad_to_squares, reordered
 from maxlib.nn.remat import Policy
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -145,10 +145,10 @@ class Qwen2Vision(nnx.Module):
         order, blocks = None, None
         if self.window_squares:
             # A window's patches must be neighbours, because a mask is an interval.
-            order, window = self._by_window(at)
-            pixels = jnp.take_along_axis(pixels, order[:, :, None], axis=1)
-            at = nn.vision.PatchPositions(*(_taken(x, order) for x in at))
-            blocks = nn.vision.bidirectional_blocks(at.segment_ids > 0, segment_ids=_taken(window, order))
+            order, window = by_window(at, self.window_squares * self.merge)
+            pixels, window = reordered(pixels, order), reordered(window, order)
+            at = nn.vision.PatchPositions(*(reordered(x, order) for x in at))
+            blocks = nn.vision.bidirectional_blocks(at.segment_ids > 0, segment_ids=window)
         ctx = nn.make_context(
             *at.row.shape,
             positions=jnp.stack([at.row, at.column], axis=2),
@@ -160,23 +160,8 @@ class Qwen2Vision(nnx.Module):
         x = self.patches(pixels.astype(dtype).reshape(*pixels.shape[:2], *self.shape))
         x, _, _ = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
         if order is not None:
-            x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[:, :, None], axis=1)
+            x = reordered(x, jnp.argsort(order, axis=1))
         return self.merger(x), None
-
-    def _by_window(self, at: nn.vision.PatchPositions) -> tuple[Int[Array, "R P"], Int[Array, "R P"]]:
-        """Returns the order of patches by image and window, padding last, and the number of each one's window."""
-        side = self.window_squares * self.merge
-        columns = -(-at.width // side)  # windows beside each other
-        window = at.row // side * columns + at.column // side
-        real = at.segment_ids > 0
-        most = at.segment_ids.shape[1]  # windows of an image are at most as many as patches
-        window = jnp.where(real, (at.segment_ids - 1) * most + window + 1, 0)
-        # Stable: the squares of a window keep their order, so that their patches stay together.
-        return jnp.argsort(jnp.where(real, window, jnp.iinfo(jnp.int32).max), axis=1, stable=True), window
-
-
-def _taken(x: Int[Array, "R P"], order: Int[Array, "R P"]) -> Int[Array, "R P"]:
-    return jnp.take_along_axis(x, order, axis=1)
 
 
 _TOKENS = (

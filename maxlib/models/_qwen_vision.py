@@ -213,6 +213,7 @@ def sections(default: tuple[int, ...]) -> Computed:
             if hf.take(name, None, kind=dict):
                 rope = hf.nested(name)
                 rope.require("mrope_interleaved", True)
+                rope.require("interleaved", True)  # its name in Qwen3-Omni
                 value = tuple(rope.take("mrope_section", list(value), kind=list))
         return value
 
@@ -222,23 +223,31 @@ def sections(default: tuple[int, ...]) -> Computed:
     return Computed("sections", read, write)
 
 
-def table() -> Table:
-    """Maps the tensor names of the releases to parameters."""
+def table(
+    hf_prefix: str = "model.visual",
+    *,
+    mergers: str = "deepstack_merger_list",
+    merger_parts: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2"),
+) -> Table:
+    """Maps the tensor names of the releases to parameters.
+
+    Args:
+        hf_prefix: Prefix of all of them.
+        mergers: Name of the list of mergers for later layers.
+        merger_parts: Names of the norm and the two projections of a merger.
+    """
     layer = [*names.layer_norm("norm1", "attn_norm"), *names.layer_norm("norm2", "mlp_norm")]
     for n, part in enumerate("qkv"):
         layer.append(Weight("attn.qkv.weight", f"attn.{part}.w", "(three N H) D -> N H D", {"three": n}))
         layer.append(Weight("attn.qkv.bias", f"attn.{part}.b", "(three N H) -> N H", {"three": n}))
     layer += [Weight("attn.proj.weight", "attn.o.w", "D (N H) -> D N H"), Weight("attn.proj.bias", "attn.o.b")]
     layer += [*names.linear("mlp.linear_fc1", "mlp.up"), *names.linear("mlp.linear_fc2", "mlp.down")]
-    merger = [
-        *names.layer_norm("norm", "norm"),
-        *names.linear("linear_fc1", "up"),
-        *names.linear("linear_fc2", "down"),
-    ]
+    norm, up, down = merger_parts
+    merger = [*names.layer_norm(norm, "norm"), *names.linear(up, "up"), *names.linear(down, "down")]
     return [
-        *names.linear("model.visual.patch_embed.proj", "tower.patches"),
-        Weight("model.visual.pos_embed.weight", "tower.positions"),
-        *names.under(layer, "model.visual.blocks.{i}", "tower.layers.{i}"),
-        *names.under(merger, "model.visual.merger", "tower.merger"),
-        *names.under(merger, "model.visual.deepstack_merger_list.{i}", "tower.mergers.{i}"),
+        *names.linear(f"{hf_prefix}.patch_embed.proj", "tower.patches"),
+        Weight(f"{hf_prefix}.pos_embed.weight", "tower.positions"),
+        *names.under(layer, f"{hf_prefix}.blocks.{{i}}", "tower.layers.{i}"),
+        *names.under(merger, f"{hf_prefix}.merger", "tower.merger"),
+        *names.under(merger, f"{hf_prefix}.{mergers}.{{i}}", "tower.mergers.{i}"),
     ]

@@ -179,6 +179,31 @@ def mixtral_experts(moe: str) -> list[Weight]:
     ]
 
 
+def kimi_delta_attention(a_log: str, at: dict[str, int] | None = None) -> list[Weight]:
+    """Lists the weights of Kimi delta attention; files have one convolution for each of queries, keys and values.
+
+    Args:
+        a_log: Pattern of the logarithms of rates, whose axes differ.
+        at: Indices into axes that the pattern drops.
+    """
+    table = [
+        Weight("self_attn.A_log", "delta.a_log", a_log, at or {}),
+        Weight("self_attn.dt_bias", "delta.dt_bias"),
+        Weight("self_attn.b_proj.weight", "delta.b.w"),
+        Weight("self_attn.o_norm.weight", "delta.norm.scale"),
+        Weight("self_attn.o_proj.weight", "delta.o.w", "D (N H) -> D N H"),
+    ]
+    for part in "qkv":
+        table.append(Weight(f"self_attn.{part}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
+        table.append(
+            Weight(f"self_attn.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0})
+        )
+    for hf_name, part in {"f": "f", "g": "gate"}.items():
+        table.append(Weight(f"self_attn.{hf_name}_a_proj.weight", f"delta.{part}_down.w"))
+        table.append(Weight(f"self_attn.{hf_name}_b_proj.weight", f"delta.{part}_up.w", "(N H) R -> N H R"))
+    return table
+
+
 # Fields of most decoders: those of `AttentionSizes` but the rope, and `mlp_dim`.
 DECODER = (*fields.DECODER, fields.MLP, *fields.ATTENTION)
 

@@ -46,6 +46,7 @@ class Config(Sizes):
     sinkhorn_steps: int = 20
     stream_eps: float = 1e-6
     losses: tuple[Any, ...] = ()  # router losses for training
+    index_loss: nn.IndexLoss | None = None  # trains the indexers
 
     def __post_init__(self):
         fields.check_layer_types(self)
@@ -70,11 +71,11 @@ class Block(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T n D"], ctx: nn.Context, cache: Any = None):
         h, mix = self.attn_streams.read(x)
-        h, cache = self.attn(self.attn_norm(h), ctx, cache)
+        h, cache, loss = self.attn.with_loss(self.attn_norm(h), ctx, cache)
         x = self.attn_streams.write(x, h, mix, "attn")
         h, mix = self.mlp_streams.read(x)
         h, aux = self.moe(self.mlp_norm(h), ctx)
-        return self.mlp_streams.write(x, h, mix, "mlp"), cache, aux
+        return self.mlp_streams.write(x, h, mix, "mlp"), cache, aux | loss
 
 
 def _connection(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperConnection:
@@ -103,6 +104,7 @@ def _attention(cfg: Config, kind: str, *, rngs: nnx.Rngs) -> nn.CompressedAttent
         rate={SLIDING: None, SPARSE: cfg.sparse_rate, HEAVY: cfg.heavy_rate}[kind],
         overlap=kind == SPARSE,
         index=index if kind == SPARSE else None,
+        index_loss=cfg.index_loss if kind == SPARSE else None,
         norm_eps=cfg.norm_eps,
         rngs=rngs,
     )

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import deepseek
-from maxlib.models._vision import pad_to_squares, patch_context
+from maxlib.models._vision import pad_to_squares, patch_context, square_by_square
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
@@ -67,14 +67,7 @@ class Vision:
             grids: `image_grid_thw`, `I 3`: 1 frame, rows and columns of each image.
             counts: Number of images in each row of tokens, for a row of patches for each of them; None for one row.
         """
-        grids, m = np.asarray(grids), self.merge
-        images = np.split(np.asarray(pixels).reshape(-1, self.patch_dim), np.cumsum(grids.prod(axis=1))[:-1])
-        # [rows / m, m, columns / m, m, values] -> [rows / m, columns / m, m, m, values]
-        squares = [
-            image.reshape(height // m, m, width // m, m, -1).swapaxes(1, 2).reshape(height * width, -1)
-            for image, (_, height, width) in zip(images, grids, strict=True)
-        ]
-        return nn.vision.pad_patches(np.concatenate(squares), grids, counts=counts)
+        return square_by_square(pixels, grids, merge=self.merge, patch_dim=self.patch_dim, counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True)

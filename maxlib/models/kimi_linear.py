@@ -9,7 +9,7 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm, deepseek_experts
-from maxlib.models._sizes import ExpertSizes, mixtral_experts
+from maxlib.models._sizes import ExpertSizes, kimi_delta_attention, mixtral_experts
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -177,26 +177,6 @@ FIELDS = Fields(
 )
 
 
-def _delta(cfg: Config) -> list[Weight]:
-    """Lists the weights of linear attention; files have one convolution for each of queries, keys and values."""
-    table = [
-        Weight("self_attn.A_log", "delta.a_log", "one two N three -> N", {"one": 0, "two": 0, "three": 0}),
-        Weight("self_attn.dt_bias", "delta.dt_bias"),
-        Weight("self_attn.b_proj.weight", "delta.b.w"),
-        Weight("self_attn.o_norm.weight", "delta.norm.scale"),
-        Weight("self_attn.o_proj.weight", "delta.o.w", "D (N H) -> D N H"),
-    ]
-    for part in "qkv":
-        table.append(Weight(f"self_attn.{part}_proj.weight", f"delta.{part}.w", "(N H) D -> N H D"))
-        table.append(
-            Weight(f"self_attn.{part}_conv1d.weight", f"delta.{part}_conv", "(N H) one W -> N H W", {"one": 0})
-        )
-    for hf_name, part in {"f": "f", "g": "gate"}.items():
-        table.append(Weight(f"self_attn.{hf_name}_a_proj.weight", f"delta.{part}_down.w"))
-        table.append(Weight(f"self_attn.{hf_name}_b_proj.weight", f"delta.{part}_up.w", "(N H) R -> N H R"))
-    return table
-
-
 def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
     shared = [
@@ -215,7 +195,7 @@ def _table(cfg: Config) -> Table:
     layer = [
         *names.NORMS,
         *names.mla(cfg.q_rank, cfg.nope_dim),
-        *_delta(cfg),
+        *kimi_delta_attention("one two N three -> N", {"one": 0, "two": 0, "three": 0}),
         *names.MLP,
         *router,
         *mixtral_experts(moe),

@@ -1,5 +1,5 @@
-"""Muse Glimmer (Meta 2026), its text: windows with rotary positions, full layers without, queries and keys of unit
-length, gated attention.
+"""Muse Glimmer (Meta 2026): windows with rotary positions, full layers without, queries and keys of unit length, gated
+attention; it reads images of any size.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models import _muse_glimmer_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder
 from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes, causal
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
+Vision = vision.Vision
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(AttentionSizes):
-    """Sizes of a Muse Glimmer's text; `PRESETS` has the published ones."""
+    """Sizes of a Muse Glimmer; `PRESETS` has the published ones."""
 
     mlp_dim: int
     rotated: tuple[bool, ...] | None = None  # each layer; None: all but every fourth, counted from the last
@@ -29,7 +32,7 @@ class Config(AttentionSizes):
     final_softcap: float = 20.0
     norm_eps: float = 1e-5
     post_norm_eps: float = 1e-8  # of the norms behind attention and MLP
-    tower: str | None = None  # kind of the image encoder in the files; only None is computed
+    vision: Vision | None = None  # None: only text
 
     def __post_init__(self):
         fields.check_layer_types(self)
@@ -81,14 +84,18 @@ class MuseGlimmer(TextDecoder):
     """Muse Glimmer: three layers have a window of 2048 tokens and RoPE, the fourth full attention without positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        if cfg.tower is not None:
-            raise ValueError(
-                f"the image encoder of this model (vision_config, {cfg.tower}) is not computed. Read its text alone: "
-                "from_pretrained(..., tower=None)"
-            )
         kinds = _masks_and_ropes(cfg)
         super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), kinds, rngs=rngs)
-        self.softcap = cfg.final_softcap
+        self.softcap, sees = cfg.final_softcap, cfg.vision
+        self.tower = None if sees is None else vision.ImageEncoder(sees, cfg.dim, norm_eps=cfg.norm_eps, rngs=rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads, if it has an encoder; frames of videos are images."""
+        if (cfg := self.cfg.vision) is None:
+            return {}
+        tokens = cfg.image_token, cfg.video_token
+        return {"images": nn.vision.PatchInput(self.tower, tokens=tokens, merge=cfg.merge, patch_dim=cfg.patch_dim)}
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the vectors of `tokens`, each of mean square one."""
@@ -136,36 +143,27 @@ TEXT = Fields(
 )
 
 
-class _Tower:
-    """The kind of the image encoder, which is read so that it can be refused."""
-
-    def read(self, hf: HFConfig) -> str:
-        return hf.take("vision_config", kind=dict).get("model_type", "muse_glimmer_vision")
-
-
 FIELDS = fields.Multimodal(
-    TEXT,
-    {"tower": _Tower()},
-    model_types={"muse_glimmer": "MuseGlimmerForConditionalGeneration"},
-    ignored=[
-        *("image_token_id", "video_token_id", "out_hidden_size", "projector_hidden_size", "projector_hidden_act"),
-    ],
+    TEXT, {"vision": vision.FIELDS}, model_types={"muse_glimmer": "MuseGlimmerForConditionalGeneration"}
 )
 
 
 def _table(cfg: Config) -> Table:
     gate = Weight("self_attn.gate_proj.weight", "attn.gate.w", "(N H) D -> N H D")
+    layer = [*names.SANDWICH_NORMS, *names.ATTENTION, gate, *names.MLP]
+    if cfg.vision is not None:
+        return [*names.decoder_table(layer, model="model.language_model"), *vision.table(cfg.vision)]
     # The text part of a model that reads images.
     renamed = [Renamed("model.language_model.", "language_model.model."), Renamed("language_model.", "")]
     images = [Ignore(f"model.vision_{part}.*") for part in ("tower", "adapter", "projection")]
-    return [*names.decoder_table([*names.SANDWICH_NORMS, *names.ATTENTION, gate, *names.MLP]), *renamed, *images]
+    return [*names.decoder_table(layer), *renamed, *images]
 
 
 # fmt: off
 PRESETS = {
     "muse-glimmer-30b": Config(
         vocab=202_048, num_layers=52, dim=6656, mlp_dim=19_968, num_heads=32, num_kv_heads=2, head_dim=128,
-        rope=Rope(128, 500_000.0, max_length=131_072), logit_scale=0.19611613513818404,
+        rope=Rope(128, 500_000.0, max_length=131_072), logit_scale=0.19611613513818404, vision=Vision(),
     )
 }
 # fmt: on

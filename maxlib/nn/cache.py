@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, Real
 
 from maxlib.nn._pytree import pytree, static
 from maxlib.nn.decoder._context import Context, is_known
@@ -42,7 +42,7 @@ class Cache:
     layers: Any
     length: Int[Array, " B"]
     rope_length: int | None = static(default=None)
-    position_offset: Int[Array, " B"] | None = None
+    position_offset: Real[Array, " B"] | None = None
 
     @property
     def capacity(self) -> int | None:

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float32, Int, Real
 
 from maxlib.ops._rope import Lengths, Rope
 
-Positions = Int[Array, "B T *R"] | Int[np.ndarray, "B T *R"]
+Positions = Real[Array, "B T *R"] | Real[np.ndarray, "B T *R"]
 Table = Float32[Array, "B T half"]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from maxlib.ops._rope_scaling import Frequencies, Length, RopeScaling, check_positive, plain_frequencies
 
@@ -82,7 +82,7 @@ class Rope:
             )
 
     def tables(
-        self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None
+        self, positions: Real[Array, "B T"] | Real[np.ndarray, "B T"], *, length: Lengths | None = None
     ) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
         """Returns the cosine and sine of every pair's angle, multiplied by the scaling's magnitude.
 

@@ -152,7 +152,7 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "t5gemma"),
     "Qwen2Tokenizer": (
         *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"),
-        *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+        *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"),
     ),
     "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxlib import data, nn, tokenization
+from maxlib.models import qwen3_omni
 from maxlib.tokenization import ChatTemplate
 from tests.data.test_images import rgb
 
@@ -88,6 +89,33 @@ def test_samples_of_the_12b_model_are_those_of_transformers():
     clips = ours.join([ours(sound) for sound in sounds()])
     np.testing.assert_array_equal(clips.lengths, want["input_features_mask"].sum(axis=1))
     np.testing.assert_array_equal(clips.frames, want["input_features"])
+
+
+def test_frames_of_qwen3_omni_are_those_of_transformers():
+    """Of each clip by itself, in float64."""
+    pytest.importorskip("torch")
+    module = pytest.importorskip("transformers.models.whisper.feature_extraction_whisper")
+    ours, theirs = data.Qwen3OmniAudioProcessor(), module.WhisperFeatureExtractor(feature_size=128)
+    how = {"sampling_rate": RATE, "padding": True, "truncation": False, "return_attention_mask": True}
+    for sound in (sound for sound in sounds() if len(sound) >= ours.min_samples):
+        in_float32, got = theirs(sound, return_tensors="np", **how), ours(sound)
+        assert got.lengths.tolist() == in_float32["attention_mask"].sum(axis=1).tolist()
+        want = theirs._np_extract_fbank_features([sound.astype(np.float64)], "cpu")
+        np.testing.assert_allclose(got.frames, want.swapaxes(1, 2), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(got.frames, in_float32["input_features"].swapaxes(1, 2), rtol=0, atol=1e-3)
+
+
+def test_a_processor_of_qwen3_omni_is_read(tmp_path):
+    ids = {"audio_token_id": 7, "audio_start_token_id": 5, "audio_end_token_id": 6, "image_token_id": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": ids}))
+    fields = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128, "n_fft": 400}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    ours = data.AudioProcessor.from_directory(tmp_path)
+    assert ours == data.Qwen3OmniAudioProcessor(audio_token=7, begin_token=5, end_token=6)
+    lengths = np.arange(1, 420)
+    want = qwen3_omni.PRESETS["qwen3-omni-30b-a3b"].audio.num_tokens(lengths)
+    np.testing.assert_array_equal([ours.num_tokens(int(n)) for n in lengths], want)
+    assert ours.placeholders(130) == [7] * 17
 
 
 def test_bands_of_a_tone_follow_from_the_formula():

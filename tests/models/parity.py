@@ -24,6 +24,7 @@ from maxlib import nn
 GOLDEN = Path(__file__).parent / "golden"
 EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ from all others
 NORM = re.compile(r"norm|LayerNorm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
+SECONDS_PER_GRID = 0.7  # between frames of videos
 MASKED, SEQ2SEQ = ("bert", "roberta", "modernbert"), ("t5", "t5gemma")  # values of model_type
 # Tests with images or sound compare live, or have their cases in the file of their family.
 FAMILIES = sorted(
@@ -86,12 +87,20 @@ def images(case: dict[str, Any]) -> nn.vision.Patches | None:
     """The images of a case that has grids: noise, which any Python can make again."""
     if (grids := case.get("grids")) is None:
         return None
-    vision = case["config"]["vision_config"]
+    vision = multimodal(case)["vision_config"]
     joined = vision["pooling_kernel_size"] if "mm_embed_dim" in vision else 1  # patches that a processor joins
-    size = 3 * vision.get("temporal_patch_size", 1) * (joined * vision["patch_size"]) ** 2
+    frames = vision.get("temporal_patch_size", vision.get("patch_temporal", 1))
+    size = 3 * frames * (joined * vision["patch_size"]) ** 2
     grids = np.array(grids, np.int32)
     pixels = np.random.RandomState(2).standard_normal((grids.prod(axis=1).sum(), size)).astype(np.float32)
+    if case["config"]["model_type"] == "qwen3_omni_moe":  # with videos, whose frames have times
+        return nn.vision.pad_patches(pixels, grids, second_per_grid=[SECONDS_PER_GRID] * len(grids))
     return nn.vision.Patches(pixels, grids)
+
+
+def multimodal(case: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes encoders and placeholders."""
+    return case["config"].get("thinker_config", case["config"])
 
 
 def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
@@ -102,8 +111,9 @@ def audio(case: dict[str, Any]) -> nn.audio.Clips | None:
         return nn.audio.Clips(frames, np.full(shape[:2], shape[2], np.int32))
     if (lengths := case.get("clips")) is None:
         return None
-    hears = case["config"]["audio_config"]
-    width = hears["audio_embed_dim"] if "audio_embed_dim" in hears else hears["subsampling_conv_channels"][0]
+    hears = multimodal(case)["audio_config"]
+    widths = hears.get("audio_embed_dim"), hears.get("num_mel_bins"), *hears.get("subsampling_conv_channels", ())
+    width = next(width for width in widths if width is not None)
     frames = np.random.RandomState(3).standard_normal((len(lengths), max(lengths) + 3, width)).astype(np.float32)
     return nn.audio.Clips(frames, np.array(lengths, np.int32))
 
@@ -171,16 +181,27 @@ def theirs(
             module.padding_idx = None
     ids = torch.from_numpy(tokens).long()
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids, "clips": clips}
-    logits = model(**arguments(case, ids, model.dtype)).logits
+    logits = forward(model)(**arguments(case, ids, model.dtype)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    # What is not trained stands for itself, as in our export of gradients.
-    gradients = stored(model, {name: t if t.grad is None else t.grad for name, t in own.items()})
+    gradients = stored(model, {name: _gradient(name, t) for name, t in own.items()})
     return case | {
         "shapes": shapes,
         "tokens": tokens,
         "logits": logits.detach().float().numpy(),
         "gradients": {name: projection(name, g.detach().numpy()) for name, g in gradients.items()},
     }
+
+
+def _gradient(name: str, tensor: Any) -> Any:
+    """A gradient; what is not trained stands for itself, as in our export of gradients."""
+    if tensor.grad is None and re.search(r"^thinker.*\.(visual|audio_tower)\.", name):
+        return tensor.detach() * 0  # of an encoder that reads nothing
+    return tensor if tensor.grad is None else tensor.grad
+
+
+def forward(model: Any) -> Any:
+    """The part of a model that computes logits: of Qwen3-Omni, the thinker."""
+    return getattr(model, "thinker", model)
 
 
 def auto(model_type: str, *, sees: bool = False) -> Any:
@@ -192,6 +213,8 @@ def auto(model_type: str, *, sees: bool = False) -> Any:
             "ForMaskedLM" if model_type in MASKED else "ForSpeechSeq2Seq" if model_type == "whisper" else "ForSeq2SeqLM"
         )
         return getattr(transformers, f"AutoModel{name}")
+    if model_type == "qwen3_omni_moe":
+        return transformers.AutoModelForMultimodalLM
     # They list Mistral 4's text among models that see.
     sees = sees or model_type == "mistral4"
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
@@ -216,6 +239,8 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     """Returns the arguments of transformers' models for the images and the sound of a case."""
     import torch
 
+    if case["config"]["model_type"] == "qwen3_omni_moe":
+        return seen_by_omni(case, ids, dtype)
     if (found := images(case)) is None:
         return heard(case, ids, dtype)
     if case["config"]["model_type"].startswith("gemma4"):
@@ -228,9 +253,37 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
         size = case["config"]["vision_config"]["patch_size"]
         pixels = torch.from_numpy(np.concatenate(patches).reshape(-1, 3, size, size)).to(dtype)
         return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(found.grids).long()}
+    if case["config"]["model_type"] == "muse_glimmer":  # likewise
+        patches = np.concatenate([pixels.reshape(-1, pixels.shape[2]) for pixels in row_by_row(found, 2)])
+        return {
+            "pixel_values": torch.from_numpy(patches).to(dtype),
+            "image_grid_thw": torch.from_numpy(found.grids).long(),
+        }
     pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+
+
+def seen_by_omni(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
+    """The same of Qwen3-Omni, which takes videos apart from images, and all frames of a row together."""
+    import torch
+
+    config, given = multimodal(case), {"attention_mask": torch.ones_like(ids)}
+    if (found := images(case)) is not None:
+        grids = np.array(case["grids"])
+        pixels = np.split(found.pixels, np.cumsum(grids.prod(axis=1)))[: len(grids)]
+        for name, size, chosen in (("", "image", grids[:, 0] == 1), ("_videos", "video", grids[:, 0] > 1)):
+            if chosen.any():
+                patches = np.concatenate([x for x, use in zip(pixels, chosen, strict=True) if use])
+                given[f"pixel_values{name}"] = torch.from_numpy(patches).to(dtype)
+                given[f"{size}_grid_thw"] = torch.from_numpy(grids[chosen]).long()
+        given["video_second_per_grid"] = torch.full((len(grids),), SECONDS_PER_GRID)
+        starts = ids[:, :-1] == config["vision_start_token_id"]
+        given["use_audio_in_video"] = bool((starts & (ids[:, 1:] == config["audio_start_token_id"])).any())
+    if sound := heard(case, ids, dtype):
+        given["input_features"] = sound["input_features"].swapaxes(1, 2)
+        given["feature_attention_mask"] = sound["input_features_mask"].long()
+    return given
 
 
 def heard(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:

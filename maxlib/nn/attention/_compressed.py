@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, S keys, C entries, D width, N heads in G groups, H width of a head, R latent size.
 """
 
-import dataclasses
 from typing import Any, ClassVar, cast
 
 import jax
@@ -12,23 +11,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib import ops
 from maxlib.nn._linear import Einsum
 from maxlib.nn.attention._compressor import Compressor, rotate_last
-from maxlib.nn.attention._entries import CompressedKVCache, EntryIndexer, attend_entries
+from maxlib.nn.attention._entries import CompressedKVCache, EntryIndexer
+from maxlib.nn.attention._index_loss import Attended, IndexLoss
 from maxlib.nn.attention._indexer import Chosen
-from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES
+from maxlib.nn.attention._joint_attention import attend_jointly
 from maxlib.nn.cache import kv_cache
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm, UnitRMSNorm
 from maxlib.nn.remat import mark_heads
-from maxlib.ops import Causal, MaskHint, Rope, SlidingWindow, StaticMask
-from maxlib.sharding import constrain, shard_map_by_name
-from maxlib.sharding.layers import axis_size
+from maxlib.ops import Causal, Rope, SlidingWindow
+from maxlib.sharding import constrain
 
 _TOKENS = ("batch", "seq", "act_heads", None)
-_KEYS = ("batch", None, None, None)
 
 
 class CompressedAttention(SequenceMixer):
@@ -57,6 +54,8 @@ class CompressedAttention(SequenceMixer):
         rate: Tokens of an entry; None for the window alone.
         overlap: True if entries overlap (`Compressor`).
         index: `num_heads`, `head_dim` and `top_k` of an `Indexer` that chooses entries; None attends to all.
+        index_loss: Loss that trains the indexer, reported by `with_loss`; None trains it not, and stores its weights
+            as variables that are no parameters.
         norm_eps: Epsilon of all norms.
         implementation: Name of an implementation of `ops.attention`; None chooses the best one.
         rngs: Source of initial values.
@@ -81,6 +80,7 @@ class CompressedAttention(SequenceMixer):
         rate: int | None = None,
         overlap: bool = False,
         index: dict[str, int] | None = None,
+        index_loss: IndexLoss | None = None,
         norm_eps: float = 1e-6,
         implementation: str | None = None,
         rngs: nnx.Rngs,
@@ -103,7 +103,9 @@ class CompressedAttention(SequenceMixer):
         self.o = Einsum("...GR,DGR->...D", (D, G, group_rank), ("embed", "heads", "rank"), rngs=rngs)
         options = {"rate": rate, "rope": rope, "norm_eps": norm_eps, "rngs": rngs}
         self.compressor: Any = Compressor(D, H, overlap=overlap, **options) if rate else None
-        self.indexer: Any = EntryIndexer(D, R, **options, **cast(Any, index)) if index else None
+        trained = index_loss is not None
+        self.indexer: Any = EntryIndexer(D, R, trained=trained, **options, **cast(Any, index)) if index else None
+        self.index_loss = index_loss if index else None
         self.head_norm, self.mask, self.rope = UnitRMSNorm(norm_eps), Causal() & SlidingWindow(window), rope
         self.num_heads, self.head_dim, self.groups, self.implementation = N, H, G, implementation
 
@@ -111,6 +113,12 @@ class CompressedAttention(SequenceMixer):
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: CompressedKVCache | None = None
     ) -> tuple[Float[Array, "B T D"], CompressedKVCache | None]:
         """Mixes the tokens of each document; arguments and results are those of `Attention`."""
+        return self.with_loss(x, ctx, cache)[:2]
+
+    def with_loss(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: CompressedKVCache | None = None
+    ) -> tuple[Float[Array, "B T D"], CompressedKVCache | None, dict[str, Array]]:
+        """Like `__call__`, and returns the loss of the indexer by name; none without `index_loss`, or with a cache."""
         ctx = context_of(x, ctx)
         cos, sin = ctx.rotary(self.rope)
         latent = checkpoint_name(self.q_norm(self.q_down(x)), "latent")
@@ -122,77 +130,45 @@ class CompressedAttention(SequenceMixer):
         window: Any = None if cache is None else cache.window
         if window is not None:
             window, keys, _, *bounds = window.extend(keys, keys[..., :0], ctx, *bounds)
-        entries, chosen, caches = self._entries(x, latent, ctx, cache)
+        loss = self.index_loss if cache is None else None
+        entries, chosen, index, caches = self._entries(x, latent, ctx, cache, loss)
         # What kernels may know of the mask; with a cache they go by the bounds.
         hint = ctx.mask_hint(self.mask) if cache is None else None
-        out = self._attend(
-            q, keys.astype(q.dtype), bounds, hint, entries, chosen, alone=cache is None and not ctx.packed
+        out, mass = attend_jointly(
+            q,
+            keys.astype(q.dtype),
+            bounds,
+            self.sinks[...],
+            entries,
+            chosen,
+            scale=self.head_dim**-0.5,
+            mask_hint=hint,
+            alone=cache is None and not ctx.packed,
+            implementation=self.implementation,
         )
-        out = rotate_last(out, cos, -sin, interleaved=self.rope.interleaved)
+        out = rotate_last(constrain(out, *_TOKENS), cos, -sin, interleaved=self.rope.interleaved)
         out = checkpoint_name(out, "heads")
         # [B, T, N, H] -> [B, T, G, N / G * H]: neighbouring heads form a group.
         grouped = self.group_out(out.reshape(*out.shape[:2], self.groups, -1))
-        return self.o(grouped), None if window is None else CompressedKVCache(window, *caches)
+        aux = {}
+        if loss is not None and mass is not None:
+            aux = {loss.name: loss(index, Attended(q, entries, chosen, self.head_dim**-0.5, mass))}
+        return self.o(grouped), None if window is None else CompressedKVCache(window, *caches), aux
 
-    def _entries(self, x: Array, latent: Array, ctx: Context, cache: CompressedKVCache | None) -> tuple[Any, ...]:
-        """Returns the entries, those that each token attends to, and the caches."""
+    def _entries(
+        self, x: Array, latent: Array, ctx: Context, cache: CompressedKVCache | None, loss: IndexLoss | None
+    ) -> tuple[Any, ...]:
+        """Returns the entries, those that each token attends to, what index scores are computed of, and the caches."""
         if self.compressor is None:
-            return None, None, (None, None)
+            return None, None, None, (None, None)
         entries, kept = self.compressor(x, ctx, cache and cache.entries)
         seen = self.compressor.seen(ctx, kept)
         if self.indexer is None:
-            return entries.astype(x.dtype), Chosen(*seen), (kept, None)
+            return entries.astype(x.dtype), Chosen(*seen), None, (kept, None)
         # Nothing behind the choice has a gradient.
-        still, still_latent = jax.lax.stop_gradient((x, latent))
-        index_keys, index_kept = self.indexer.compressor(still, ctx, cache and cache.index)
-        chosen = Chosen(*seen)
-        if entries.shape[1] > self.indexer.top_k:
-            chosen = self.indexer.choose(self.indexer.index(still, still_latent, index_keys, ctx), seen)
-        return entries.astype(x.dtype), chosen, (kept, index_kept)
-
-    def _attend(
-        self,
-        q: Array,
-        keys: Array,
-        bounds: Any,
-        hint: MaskHint | None,
-        entries: Array | None,
-        chosen: Chosen | None,
-        *,
-        alone: bool,
-    ) -> Array:
-        """Attends to keys and entries under one softmax; each device computes its own queries and heads.
-
-        `alone` says that each row is one document, whose first entry every query may see.
-        """
-        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "implementation": self.implementation}
-        static, segments = (None, None) if hint is None else hint
-        if static is not None and axis_size("q_seq") > 1:
-            static = dataclasses.replace(static, aligned=False)  # local query i is not aligned with key i
-
-        def local(q, keys, start, end, sinks, of_queries, of_keys, entries, *chosen):
-            ids = None if of_queries is None else (of_queries, of_keys)
-            near = {"k_start": start, "k_end": end, "sinks": sinks, "return_lse": True}
-            near_hint = None if static is None else MaskHint(static, ids)
-            # Values are the keys, in their whole width.
-            out, lse = ops.attention(q, keys, q.shape[-1], mask_hint=near_hint, **near, **options)
-            if entries is None:
-                return out
-            far_hint = StaticMask("any") if alone else None
-            far, far_lse = attend_entries(q, entries, Chosen(*chosen), mask_hint=far_hint, **options)
-            # Two softmaxes are one, weighted by their sums: a token without entries has -inf, and a share of 1.
-            share = jax.nn.sigmoid(lse - far_lse)[..., None]
-            return (share * out + (1 - share) * far).astype(out.dtype)
-
-        arrays = [q, keys, *bounds, self.sinks[...], *(segments or (None, None))]
-        of_segments = (None, None) if segments is None else (QUERIES, _KEYS[:2])
-        names = [HEADS, _KEYS, QUERIES, QUERIES, ("attn_heads",), *of_segments]
-        if entries is None or chosen is None or not entries.shape[1]:  # the window only, or fewer tokens than an entry
-            arrays, names = [*arrays, None], [*names, None]
-        else:
-            arrays += [entries, chosen.start, chosen.end, chosen.best]
-            names += [ALL_KEYS, QUERIES, QUERIES, None if chosen.best is None else (*QUERIES, None)]
-        return constrain(shard_map_by_name(local, names, HEADS)(*arrays), *_TOKENS)
+        still = jax.lax.stop_gradient((x, latent))
+        index, chosen, index_kept = self.indexer.choice(*still, seen, ctx, cache and cache.index, loss)
+        return entries.astype(x.dtype), chosen, index, (kept, index_kept)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> CompressedKVCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens."""

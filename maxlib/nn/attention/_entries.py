@@ -1,27 +1,21 @@
-"""Choice of compressed keys by an indexer, attention to those that are chosen, and the cache of a layer with them.
+"""Choice of compressed keys by an indexer, and the cache of a layer with them.
 
-Shapes: B rows, T tokens, C entries, K chosen entries, N heads of width H, R latent size.
+Shapes: B rows, T tokens, R latent size.
 """
 
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from maxlib import ops
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._compressor import Compressor, EntryCache, rotate_last
-from maxlib.nn.attention._index_loss import HIDDEN
-from maxlib.nn.attention._indexer import Chosen, Indexer, fix, taken
-from maxlib.nn.attention._query_chunks import over_queries
+from maxlib.nn.attention._index_loss import IndexLoss
+from maxlib.nn.attention._indexer import Chosen, Index, Indexer, fix
 from maxlib.nn.cache import KVCache, LayerCache, RingCache
 from maxlib.nn.decoder._context import Context
-from maxlib.ops import Rope, StaticMask
-
-GATHER_FROM = 4  # times as many entries as are chosen
+from maxlib.ops import Rope
 
 
 @pytree
@@ -48,7 +42,7 @@ class CompressedKVCache(LayerCache):
 
 
 class EntryIndexer(Indexer):
-    """Indexer of compressed keys, which it makes by a compressor of its own. Its weights are stored and not trained.
+    """Indexer of compressed keys, which it makes by a compressor of its own.
 
     Args:
         dim: Width D of the residual stream.
@@ -59,6 +53,7 @@ class EntryIndexer(Indexer):
         rate: Tokens of an entry.
         rope: Rotation of the last `rope.dim` numbers of index queries and keys.
         norm_eps: Epsilon of the compressor's norm.
+        trained: False for weights that are stored, but are no parameters.
         rngs: Source of initial values.
     """
 
@@ -73,6 +68,7 @@ class EntryIndexer(Indexer):
         rate: int,
         rope: Rope,
         norm_eps: float,
+        trained: bool = False,
         rngs: nnx.Rngs,
     ):
         D, R, I, H = dim, q_rank, num_heads, head_dim
@@ -80,75 +76,34 @@ class EntryIndexer(Indexer):
         self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
         self.compressor = Compressor(D, H, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
         self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
-        fix(self)
+        if not trained:
+            fix(self)
+
+    def choice(
+        self,
+        x: Float[Array, "B T D"],
+        latent: Float[Array, "B T R"],
+        seen: tuple[Int[Array, "B T"], Int[Array, "B T"]],
+        ctx: Context,
+        cache: EntryCache | None,
+        loss: IndexLoss | None,
+    ) -> tuple[Index | None, Chosen, EntryCache | None]:
+        """Returns what scores are computed of, None if nobody needs it, the entries to attend to, and the new cache.
+
+        Args:
+            x: Input of the layer.
+            latent: The normed latent of queries.
+            seen: First entry that each token may attend to, and one past the last.
+            ctx: Values shared by all layers.
+            cache: Index keys of earlier tokens.
+            loss: The loss that is computed of the index.
+        """
+        keys, cache = self.compressor(x, ctx, cache)
+        few, is_dense = keys.shape[1] <= self.top_k, loss is not None and loss.dense
+        index = None if few and loss is None else self.index(x, latent, keys, ctx)
+        if index is None or few or is_dense:
+            return index, Chosen(*seen), cache
+        return index, self.choose(index, seen), cache
 
     def _rotate(self, x: Array, ctx: Context) -> Array:
         return rotate_last(x, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
-
-
-def attend_entries(
-    q: Float[Array, "B T N H"],
-    entries: Float[Array, "B C H"],
-    chosen: Chosen,
-    *,
-    scale: float,
-    mask_hint: StaticMask | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Attends to entries, which are keys and values of all heads.
-
-    Chosen ones are gathered where they are few among many: products then fall with their share, while one query after
-    the other reads its own.
-
-    Args:
-        q: Queries.
-        entries: All entries.
-        chosen: Those that each query attends to.
-        scale: Factor on scores.
-        mask_hint: Static description of the bounds.
-        implementation: As in `ops.attention`.
-
-    Returns:
-        The output, and the log-sum-exp of the scores.
-    """
-    if chosen.best is not None and entries.shape[1] >= GATHER_FROM * chosen.best.shape[2]:
-        return _gathered(q, entries, chosen, scale)
-    bias = None
-    if chosen.best is not None:
-        # [B, T, C] -> [B, 1, T, C]: the same for all heads.
-        bias = jnp.where(chosen.among_all(entries.shape[1]), 0.0, HIDDEN)[:, None]
-    return ops.attention(
-        q,
-        entries[:, :, None],
-        q.shape[-1],
-        k_start=chosen.start,
-        k_end=chosen.end,
-        bias=bias,
-        scale=scale,
-        mask_hint=mask_hint,
-        implementation=implementation,
-        return_lse=True,
-    )
-
-
-def _gathered(q: Array, entries: Array, chosen: Chosen, scale: float) -> tuple[Array, Array]:
-    """Attends to gathered entries, chunk by chunk of queries; the backward pass gathers again."""
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    # The gradients of an entry from several chunks are added up in float32.
-    wide = entries.astype(dtype) if q.shape[1] > 1 else entries
-
-    def step(carry, chunk):
-        q, chosen = chunk
-        keys = taken(wide, chosen.best, q.dtype)
-        scores = scale * jnp.einsum("btnh,btkh->btnk", q, keys, preferred_element_type=dtype)
-        seen = chosen.among_best()[:, :, None]
-        scores = jnp.where(seen, scores, HIDDEN)
-        some = seen.any(axis=-1)
-        lse = jax.nn.logsumexp(scores, axis=-1)
-        probs = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0).astype(q.dtype)
-        out = jnp.einsum("btnk,btkh->btnh", probs, keys)
-        return carry, (out, jnp.where(some, lse, -jnp.inf))
-
-    assert chosen.best is not None
-    width = (q.shape[2] + q.shape[3]) * chosen.best.shape[2]
-    return over_queries(jax.checkpoint(step), None, (q, chosen), per_query=width)[1]

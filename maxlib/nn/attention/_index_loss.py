@@ -22,10 +22,11 @@ HIDDEN = -1e30  # of a key that is not chosen, before the softmax
 
 @dataclasses.dataclass(frozen=True)
 class IndexLoss:
-    """Loss of the indexers of `SparseMLA`: `weight * KL(attention || softmax(index scores))`, averaged over queries.
+    """Loss of the indexers of `SparseMLA` and `CompressedAttention`: `weight * KL(attention || softmax(index scores))`,
+    averaged over queries.
 
-    Attention is its probabilities averaged over heads (summed, and normalized to 1). They have no gradient, nor has the
-    indexer's input: indexers learn from this loss only, and everything else from the other losses only.
+    Attention is its probabilities of the compared keys, summed over heads and normalized to 1. They have no gradient,
+    nor has the indexer's input: indexers learn from this loss only, and everything else from the other losses only.
 
     Args:
         weight: Factor on the loss.
@@ -50,15 +51,17 @@ class Attended:
 
     Attributes:
         q: Queries, `B T N H`.
-        keys: Keys of each head, `B S N H`; if some are chosen, latents that are the keys of all heads, `B S R`.
+        keys: Keys of each head, `B S N H`; or keys of all heads, `B S H`, which must be so if some are chosen.
         chosen: The keys that count.
         scale: Factor on scores.
+        mass: Share of these keys in the probabilities of each head, `B T N`; None if there are no other keys.
     """
 
     q: Array
     keys: Array
     chosen: Chosen
     scale: float = static()
+    mass: Array | None = None
 
     @property
     def gathers(self) -> bool:
@@ -76,14 +79,26 @@ class Attended:
 
     def probabilities(self, keys: Array, seen: Array) -> Float[Array, "B N T S"]:
         """Returns the probabilities of these keys in float32; zeros for queries that see none."""
-        spec = "btnh,btsh->bnts" if self.gathers else "btnh,bsnh->bnts"
+        if self.gathers:
+            spec = "btnh,btsh->bnts"
+        else:
+            spec = "btnh,bsh->bnts" if keys.ndim == 3 else "btnh,bsnh->bnts"
         dtype, seen = jnp.promote_types(self.q.dtype, jnp.float32), seen[:, None]
         scores = self.scale * jnp.einsum(spec, self.q, keys, preferred_element_type=dtype)
         return jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, HIDDEN), axis=-1), 0.0)
 
-    def of(self, q: Array, chosen: Chosen) -> "Attended":
+    def of(self, q: Array, chosen: Chosen, mass: Array | None = None) -> "Attended":
         """Returns the part of some queries."""
-        return dataclasses.replace(self, q=q, chosen=chosen)
+        return dataclasses.replace(self, q=q, chosen=chosen, mass=mass)
+
+    def over_heads(self, seen: Array) -> tuple[Float[Array, "B T S"], Float[Array, "B T 1"]]:
+        """Returns the probabilities of the keys, summed over heads, and the sum of both over keys."""
+        each = self.probabilities(self.read(self.keys), seen)
+        if self.mass is None:
+            return each.sum(axis=1), jnp.full((*self.q.shape[:2], 1), self.q.shape[2], each.dtype)
+        mass = self.mass.astype(each.dtype)
+        # [B, N, T, S] and [B, T, N] -> [B, T, S]
+        return jnp.einsum("bnts,btn->bts", each, mass), mass.sum(axis=2, keepdims=True)
 
 
 @jax.custom_vjp
@@ -100,30 +115,32 @@ def _with_gradient(index: Index, attended: Attended) -> tuple[Array, Index]:
     """Returns the divergence and its gradient; each device computes its own queries and heads."""
     heads, chosen = (index.q.shape[2], attended.q.shape[2]), attended.chosen
     local = functools.partial(_on_one_device, heads=heads, scale=attended.scale)
-    of_keys = ALL_KEYS if attended.gathers else ("batch", None, "attn_heads", None)
+    of_keys = ALL_KEYS if attended.keys.ndim == 3 else ("batch", None, "attn_heads", None)
     of_best = None if chosen.best is None else (*QUERIES, None)
     # The gradient of keys is one for each part of the queries, on a first axis.
-    names = [HEADS, WEIGHTS, ALL_KEYS, HEADS, of_keys, QUERIES, QUERIES, of_best]
+    of_mass = None if attended.mass is None else WEIGHTS
+    names = [HEADS, WEIGHTS, ALL_KEYS, HEADS, of_keys, of_mass, QUERIES, QUERIES, of_best]
     run = shard_map_by_name(local, names, (QUERIES, HEADS, WEIGHTS, ("q_seq", *ALL_KEYS)))
-    each, d_q, d_weight, d_keys = run(*index, attended.q, attended.keys, chosen.start, chosen.end, chosen.best)
+    arrays = [*index, attended.q, attended.keys, attended.mass, chosen.start, chosen.end, chosen.best]
+    each, d_q, d_weight, d_keys = run(*arrays)
     return jnp.sum(each), Index(d_q, d_weight, d_keys.sum(axis=0).astype(index.keys.dtype))
 
 
-def _on_one_device(q, weight, keys, attention_q, attention_keys, *chosen, heads: tuple[int, int], scale: float):
+def _on_one_device(q, weight, keys, attention_q, attention_keys, mass, *chosen, heads: tuple[int, int], scale: float):
     """Returns the divergence of each query, and the gradients of index queries, weights and keys."""
-    attended = Attended(attention_q, attention_keys, Chosen(*chosen), scale)
+    attended = Attended(attention_q, attention_keys, Chosen(*chosen), scale, mass)
     index_axes = axes_between("attn_heads", heads[0], q.shape[2])
     attention_axes = axes_between("attn_heads", heads[1], attention_q.shape[2])
     # Gradients of keys are added up over chunks in float32.
     wide = keys.astype(jnp.promote_types(keys.dtype, jnp.float32))
 
     def step(d_keys, chunk):
-        q, weight, attention_q, chosen = chunk
-        attended_chunk = attended.of(attention_q, chosen)
+        q, weight, attention_q, chosen, mass = chunk
+        attended_chunk = attended.of(attention_q, chosen, mass)
         seen = attended_chunk.seen()
-        # [B, N, C, S] -> [B, C, S]
-        target = attended_chunk.probabilities(attended_chunk.read(attended.keys), seen).sum(axis=1)
-        target = summed(target, attention_axes) / heads[1]
+        # [B, C, S] and [B, C, 1]
+        target, total = (summed(x, attention_axes) for x in attended_chunk.over_heads(seen))
+        target = target / jnp.maximum(total, 1e-30)
         scores, pull = jax.vjp(
             lambda q, weight, keys: Index(q, weight, attended_chunk.read(keys)).scores(), q, weight, wide
         )
@@ -135,7 +152,7 @@ def _on_one_device(q, weight, keys, attention_q, attention_keys, *chosen, heads:
 
     best = attended.chosen.best
     columns = keys.shape[1] if best is None else best.shape[2]
-    xs = (q, weight, attention_q, attended.chosen)
+    xs = (q, weight, attention_q, attended.chosen, mass)
     width = (q.shape[2] + attention_q.shape[2]) * columns
     d_keys, (each, d_q, d_weight) = over_queries(step, jnp.zeros_like(wide), xs, per_query=width)
     return each, d_q, d_weight, summed(d_keys, index_axes)[None]

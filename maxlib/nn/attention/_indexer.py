@@ -92,6 +92,15 @@ class Indexer(nnx.Module):
         """Factor on the weights of heads."""
         return (self.dim * self.num_heads) ** -0.5
 
+    @property
+    def key_dim(self) -> int:
+        """Numbers that a cache keeps of a token."""
+        return self.dim
+
+    def compared(self, keys: Float[Array, "B S Hi"], ctx: Context | None) -> Float[Array, "B S Hi"]:
+        """Returns the keys that scores compare, from those that a cache keeps: the same."""
+        return keys
+
     def index(
         self, x: Float[Array, "B T D"], latent: Float[Array, "B T R"], keys: Float[Array, "B S Hi"], ctx: Context
     ) -> Index:

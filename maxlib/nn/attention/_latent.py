@@ -25,7 +25,7 @@ from maxlib.sharding import constrain
 def _shared_dim(rope: Rope | None, shared_dim: int | None) -> int:
     """Returns the size of the part of keys that heads share."""
     size = rope.dim if shared_dim is None and rope is not None else shared_dim
-    if not size or (rope is not None and size != rope.dim):
+    if size is None or (rope is not None and size != rope.dim):
         raise ValueError(
             f"MLA needs rope=, or without one shared_dim=, the size of the part of keys that heads share; with both, "
             f"shared_dim must be rope.dim. Got rope={rope} and shared_dim={shared_dim}"
@@ -49,7 +49,7 @@ class MLA(SequenceMixer):
         nope_dim: Numbers of a head's key and query that are not rotated.
         v_dim: Width of a head's value.
         rope: Rotation of the shared part of keys, and of as many numbers of each query; None rotates nothing.
-        shared_dim: Size of the shared part; by default, and wherever something is rotated, `rope.dim`.
+        shared_dim: Size of the shared part, which may be 0; by default, and wherever something is rotated, `rope.dim`.
         q_rank: Size of the latent of queries; None projects them directly.
         mask: Which keys a query attends to, a mask of `maxlib.ops`.
         scale: Factor on the scores, by default `(nope_dim + shared_dim) ** -0.5`. YaRN models multiply it by the

@@ -17,6 +17,7 @@ from maxlib.nn.attention._grouped_query import check_no_ring
 from maxlib.nn.attention._index_loss import HIDDEN, Attended, IndexLoss
 from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer
 from maxlib.nn.attention._latent import MLA
+from maxlib.nn.attention._pooled_indexer import PooledIndexer
 from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
 from maxlib.nn.cache import LatentCache, LayerCache, put_rows
 from maxlib.nn.decoder._context import Context, check_prefix, context_of
@@ -62,7 +63,8 @@ class SparseMLA(MLA):
         index_heads: Number of index heads.
         index_dim: Width of index queries and keys.
         top_k: Keys that a query attends to.
-        index_rope: Rotation within the indexer.
+        index_rope: Rotation within the indexer; None for pools, which nothing rotates.
+        pool: Tokens of a pool, for an indexer that chooses pools (`PooledIndexer`); None for single keys.
         index_loss: Loss that trains the indexer, reported by `with_loss`; None trains it not, and stores its weights
             as variables that are no parameters.
         shared: True for a layer without an indexer, which attends to the choice of an earlier layer (`with_choice`).
@@ -75,6 +77,8 @@ class SparseMLA(MLA):
     quantizable_cache: ClassVar[bool] = False
     kind: ClassVar[str | None] = "sparse MLA"
 
+    indexer: Any
+
     def __init__(
         self,
         dim: int,
@@ -82,7 +86,8 @@ class SparseMLA(MLA):
         index_heads: int,
         index_dim: int,
         top_k: int,
-        index_rope: Rope,
+        index_rope: Rope | None,
+        pool: int | None = None,
         index_loss: IndexLoss | None = None,
         shared: bool = False,
         gather: bool | None = None,
@@ -92,6 +97,17 @@ class SparseMLA(MLA):
         super().__init__(dim, **options, rngs=rngs)
         if shared:
             self.indexer = None
+        elif pool is not None:
+            _check_pools(top_k, pool, index_loss)
+            self.indexer = PooledIndexer(
+                dim,
+                options["q_rank"],
+                num_heads=index_heads,
+                head_dim=index_dim,
+                top_k=top_k // pool,
+                pool=pool,
+                rngs=rngs,
+            )
         else:
             self.indexer = LightningIndexer(
                 dim,
@@ -99,7 +115,7 @@ class SparseMLA(MLA):
                 num_heads=index_heads,
                 head_dim=index_dim,
                 top_k=top_k,
-                rope=index_rope,
+                rope=cast(Rope, index_rope),
                 trained=index_loss is not None,
                 rngs=rngs,
             )
@@ -150,7 +166,8 @@ class SparseMLA(MLA):
         if index_keys is None:
             index, chosen = None, Chosen(*ctx.key_intervals(self.mask), best)
         else:
-            index, chosen = self._choose(still, index_keys, ctx, loss)
+            index_keys = self.indexer.compared(index_keys, ctx if cache is None else None)
+            index, chosen = self._choose(still, index_keys, latent.shape[1], ctx, loss)
         if self._gathers(chosen, latent):
             out = self._from_chosen(self._attended(q, latent, chosen))
         else:
@@ -158,9 +175,11 @@ class SparseMLA(MLA):
         aux = {} if loss is None else {loss.name: loss(cast(Any, index), self._attended(q, latent, chosen))}
         return self.o(checkpoint_name(out, "heads")), cache, aux, chosen.best
 
-    def _choose(self, x: Array, keys: Array, ctx: Context, loss: IndexLoss | None) -> tuple[Any, Chosen]:
+    def _choose(
+        self, x: Array, keys: Array, num_tokens: int, ctx: Context, loss: IndexLoss | None
+    ) -> tuple[Any, Chosen]:
         """Returns what the indexer's scores are computed of, None if nobody needs it, and the keys to attend to."""
-        bounds, few = ctx.key_intervals(self.mask), keys.shape[1] <= self.top_k
+        bounds, few = ctx.key_intervals(self.mask), num_tokens <= self.top_k
         index = None if few and loss is None else self._index(x, keys, ctx)
         if index is None or few or (loss is not None and loss.dense):
             return index, Chosen(*bounds)
@@ -237,12 +256,20 @@ class SparseMLA(MLA):
         latent = jnp.zeros((batch, capacity, self.kv_rank + self.shared_dim), dtype)
         if self.indexer is None:
             return LatentCache(latent)
-        return IndexedLatentCache(latent, jnp.zeros((batch, capacity, self.indexer.dim), dtype))
+        return IndexedLatentCache(latent, jnp.zeros((batch, capacity, self.indexer.key_dim), dtype))
 
     @property
     def features(self) -> tuple[str, ...]:
         """Labels of its options for tables."""
         return (f"{self.top_k} chosen keys" if self.indexer is not None else "shared choices",)
+
+
+def _check_pools(top_k: int, pool: int, index_loss: IndexLoss | None) -> None:
+    if top_k % pool or index_loss is not None:
+        raise ValueError(
+            f"pool must divide top_k, and index_loss be None, as an IndexLoss compares single keys; got {pool}, {top_k} and "
+            f"{index_loss}"
+        )
 
 
 def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:

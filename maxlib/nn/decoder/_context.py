@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from maxlib.nn._pytree import pytree, static
 from maxlib.ops import AxialRope, GridRope, Mask, MaskHint, MRope, Rope, StaticMask, TokenPositions, key_intervals
@@ -71,7 +71,7 @@ class Context:
         packed: True if rows may hold several documents, or padding.
     """
 
-    positions: Int[Array, "B T *R"]
+    positions: Real[Array, "B T *R"]
     index: Int[Array, "B T"]
     start: Int[Array, "B T"]
     stop: Int[Array, "B T"]
@@ -86,7 +86,7 @@ class Context:
     position_bias: Float[Array, "#B N T S"] | None = None
     encoded: Encoded | None = None
     encoded_interval: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
-    next_position_offset: Int[Array, " B"] | None = None
+    next_position_offset: Real[Array, " B"] | None = None
     rope_length: int | None = static(default=None)
     masks: tuple[Mask, ...] = static(default=())
     ropes: tuple[AnyRope, ...] = static(default=())
@@ -159,7 +159,7 @@ def make_context(
     batch: int,
     seq: int,
     *,
-    positions: Int[Array, "B T *R"] | None = None,
+    positions: Real[Array, "B T *R"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     bidirectional_blocks: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
@@ -329,20 +329,20 @@ def is_known(x: Any) -> bool:
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
 
 
-def _positions(indices: Int[Array, "B T"], cache: Any) -> Int[Array, "B T"]:
+def _positions(indices: Int[Array, "B T"], cache: Any) -> Real[Array, "B T"]:
     """Returns the default positions: indices in the document, shifted by the cache's offset."""
     offset = None if cache is None else cache.position_offset
     return indices if offset is None else indices + offset[:, None]
 
 
-def _next_offset(positions, valid, length, cache) -> Int[Array, " B"] | None:
+def _next_offset(positions, valid, length, cache) -> Real[Array, " B"] | None:
     """Computes the difference between the next position and the `length` tokens that are cached after this call."""
     if cache is None or cache.position_offset is None or positions is None:
         return None if cache is None else cache.position_offset
     positions = positions if positions.ndim == 2 else positions.max(axis=2)  # B T R -> B T: the largest row
     # [B, T] -> [B]: the last real position; -1 for a row of only padding, whose offset does not change.
     last = (positions if valid is None else jnp.where(valid, positions, -1)).max(axis=1)
-    return jnp.where(last < 0, cache.position_offset, last + 1 - length).astype(jnp.int32)
+    return jnp.where(last < 0, cache.position_offset, last + 1 - length).astype(cache.position_offset.dtype)
 
 
 def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positions: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from maxlib._utils.arguments import check_array, check_dtype
 from maxlib._xla_workarounds import for_each_token
@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
-        positions: Int[Array, "B T *R"] | None = None,
+        positions: Real[Array, "B T *R"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         valid: Bool[Array, "B T"] | None = None,
         cache: Cache | None = None,
@@ -168,7 +168,7 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
-        positions: Int[Array, "B T *R"] | None = None,
+        positions: Real[Array, "B T *R"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         valid: Bool[Array, "B T"] | None = None,
         cache: Cache | None = None,

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import Cache
@@ -103,7 +103,7 @@ class Input(Protocol):
         tokens: Int[Array, "B T"],
         value: Any,
         *,
-        positions: Int[Array, "B T *R"] | None,
+        positions: Real[Array, "B T *R"] | None,
         segment_ids: Int[Array, "B T"] | None,
         valid: Bool[Array, "B T"] | None,
         cache: Cache | None,

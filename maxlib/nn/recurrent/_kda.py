@@ -26,9 +26,10 @@ class KimiDeltaAttention(SequenceMixer):
     projections.
 
     Queries, keys and values pass a short convolution and SiLU. With `f(x)` of a number for each channel of each head,
-    the log decay is `-exp(a_log) softplus(f(x) + dt_bias)` and the step `sigmoid(b(x))`. `f` and the gate of the output
-    are products of two matrices. Padding and other documents of a row change nothing; the cache has a fixed size.
-    Tokens must be in order: devices that share a sequence pass on states, and zigzag order is refused.
+    the log decay is `-exp(a_log) softplus(f(x) + dt_bias)`, or with a bound `lower_bound sigmoid(exp(a_log) (f(x) +
+    dt_bias))`, and the step is `sigmoid(b(x))`. `f` and the gate of the output are products of two matrices. Padding
+    and other documents of a row change nothing; the cache has a fixed size. Tokens must be in order: devices that share
+    a sequence pass on states, and zigzag order is refused.
 
     Args:
         dim: Width D of the residual stream.
@@ -36,6 +37,7 @@ class KimiDeltaAttention(SequenceMixer):
         head_dim: Width H of queries, keys and values, and rank R of the gates.
         conv_width: Number W of taps of the convolution.
         norm_eps: Added to the mean square in the norm of the output.
+        lower_bound: Least log decay, a negative number; None for no bound.
         implementation: Name of an implementation of `ops.kimi_delta_attention`; None chooses the best one.
         rngs: Source of initial values.
 
@@ -55,6 +57,7 @@ class KimiDeltaAttention(SequenceMixer):
         head_dim: int,
         conv_width: int = 4,
         norm_eps: float = 1e-6,
+        lower_bound: float | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -79,6 +82,7 @@ class KimiDeltaAttention(SequenceMixer):
         self.norm = RMSNorm(H, eps=norm_eps)
         self.o = Einsum("...NH,DNH->...D", (D, N, H), ("embed", "heads", "head_dim"), rngs=rngs)
         self.num_heads, self.head_dim, self.conv_width, self.implementation = N, H, W, implementation
+        self.lower_bound = lower_bound
 
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
@@ -110,6 +114,8 @@ class KimiDeltaAttention(SequenceMixer):
         f, b = wide(self.f_up(self.f_down(x))), wide(self.b(x))
         # [N] -> [1, 1, N, 1] and [N * H] -> [1, 1, N, H]
         a_log, dt_bias = wide(self.a_log[...])[None, None, :, None], wide(self.dt_bias[...]).reshape(1, 1, *f.shape[2:])
+        if self.lower_bound is not None:
+            return self.lower_bound * jax.nn.sigmoid(jnp.exp(a_log) * (f + dt_bias)), jax.nn.sigmoid(b)
         return -jnp.exp(a_log) * jax.nn.softplus(f + dt_bias), jax.nn.sigmoid(b)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:

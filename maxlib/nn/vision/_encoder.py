@@ -15,7 +15,7 @@ from maxlib.nn._mlp import MLP
 from maxlib.nn.attention._grouped_query import Attention
 from maxlib.nn.decoder._context import AnyRope, Context
 from maxlib.nn.norm import LayerNorm
-from maxlib.ops import Full
+from maxlib.ops import Full, Mask
 from maxlib.sharding import constrain
 
 
@@ -25,7 +25,8 @@ def exact_gelu(x: Array) -> Array:
 
 
 class EncoderBlock(nnx.Module):
-    """Pre-norm layer of an encoder, with LayerNorm and biases, in which every token attends to every other.
+    """Pre-norm layer of an encoder, with LayerNorm and biases, in which every token attends to every other that `mask`
+    allows.
 
     Args:
         dim: Width of the stream.
@@ -34,6 +35,7 @@ class EncoderBlock(nnx.Module):
         rope: Rotation by row and column on the grid of patches; None for learned positions only.
         act: Activation of the MLP.
         eps: Epsilon of the norms.
+        mask: Which tokens a token attends to.
         rngs: Source of initial values.
     """
 
@@ -46,12 +48,13 @@ class EncoderBlock(nnx.Module):
         rope: AnyRope | None = None,
         act: Callable = jax.nn.gelu,
         eps: float = 1e-6,
+        mask: Mask = Full(),
         rngs: nnx.Rngs,
     ):
         H = dim // num_heads
         self.attn_norm = LayerNorm(dim, eps=eps)
         self.attn = Attention(
-            dim, num_heads=num_heads, head_dim=H, mask=Full(), rope=rope, bias=True, out_bias=True, rngs=rngs
+            dim, num_heads=num_heads, head_dim=H, mask=mask, rope=rope, bias=True, out_bias=True, rngs=rngs
         )
         self.mlp_norm = LayerNorm(dim, eps=eps)
         self.mlp = MLP(dim, mlp_dim, act=act, rngs=rngs)

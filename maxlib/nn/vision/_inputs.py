@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from maxlib.nn.cache import Cache
 from maxlib.nn.decoder._context import bidirectional_blocks
 from maxlib.nn.remat import Policy
-from maxlib.nn.vision._patches import Patches, check_patches, mrope_positions, take_features
+from maxlib.nn.vision._mrope import mrope_positions
+from maxlib.nn.vision._patches import Patches, check_patches, take_features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class PatchInput:
     Args:
         tower: Image encoder, `tower(patches, dtype=, remat=) -> (R S D, R S n D or None)`: a vector for each
             placeholder, and the vectors added to it after each of the first n layers.
-        tokens: Ids of the placeholders, of images and perhaps of frames.
+        tokens: Ids of the placeholders, of images and perhaps of frames of videos.
         merge: Side of the squares of patches that have one placeholder.
         patch_dim: Number of values in a patch.
         mrope: True for positions by time, row and column (`mrope_positions`). A cache then stores the difference
@@ -84,6 +85,9 @@ class PatchInput:
         bidirectional: True if the tokens of an image attend to each other, in layers whose mask has
             `ops.BidirectionalBlocks`.
         frame_step: Time between the frames of a video, see `mrope_positions`.
+        positions_per_second: Positions in a second of video, for frames whose times are `Patches.seconds`; None for
+            models that read no times. `tokens` are then ids of images and of frames.
+        audio_token: Id of the placeholder of sound, which may stand between frames that have times.
     """
 
     tower: Any
@@ -93,6 +97,8 @@ class PatchInput:
     mrope: bool = False
     bidirectional: bool = False
     frame_step: int | None = None
+    positions_per_second: float | None = None
+    audio_token: int | None = None
 
     @property
     def moves_positions(self) -> bool:
@@ -119,6 +125,8 @@ class PatchInput:
             )
         else:
             check_patches(self.is_placeholder(tokens), value, self.merge, self.patch_dim)
+            if self.positions_per_second is not None and value.seconds is None:
+                _check_no_videos(tokens == self.tokens[1])
 
     def embed(
         self,
@@ -126,7 +134,7 @@ class PatchInput:
         tokens: Int[Array, "B T"],
         value: Any,
         *,
-        positions: Int[Array, "B T *R"] | None,
+        positions: Real[Array, "B T *R"] | None,
         segment_ids: Int[Array, "B T"] | None,
         valid: Bool[Array, "B T"] | None,
         cache: Cache | None,
@@ -147,6 +155,8 @@ class PatchInput:
                 valid=valid,
                 start=start,
                 frame_step=self.frame_step,
+                times=self._times(images),
+                is_audio=None if self.audio_token is None else tokens == self.audio_token,
             )
         elif self.mrope:
             _check_positions(positions)
@@ -160,6 +170,13 @@ class PatchInput:
             arguments["features"] = take_features(is_image, later.astype(x.dtype), counts)
         return x, arguments
 
+    def _times(self, images: Patches) -> Float[Array, "R I"] | None:
+        """Returns the positions of frames after the first one of their video."""
+        if self.positions_per_second is None:
+            return None
+        seconds = jnp.zeros(images.grids.shape[:2]) if images.seconds is None else jnp.asarray(images.seconds)
+        return seconds * self.positions_per_second
+
 
 def _check_positions(positions: Any) -> None:
     """Raises ValueError for positions without a row and a column."""
@@ -171,7 +188,7 @@ def _check_positions(positions: Any) -> None:
         )
 
 
-def _offset(cache: Cache) -> Int[Array, " B"]:
+def _offset(cache: Cache) -> Real[Array, " B"]:
     """Returns the `position_offset` of a cache; raises ValueError if it has none."""
     if cache.position_offset is None:
         raise ValueError(
@@ -179,6 +196,16 @@ def _offset(cache: Cache) -> Int[Array, " B"]:
             "model's init_cache"
         )
     return cache.position_offset
+
+
+def _check_no_videos(is_frame: Bool[Any, "B T"]) -> None:
+    """Raises ValueError for placeholders of frames, which need times; does nothing inside jit."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        if is_frame.any():
+            raise ValueError(
+                "the tokens have placeholders of videos, so the images need the times of frames, "
+                "nn.vision.pad_patches(..., second_per_grid=): the processor's video_second_per_grid"
+            )
 
 
 def check_placeholders(is_placeholder: Bool[Any, "B T"], count: int) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree
-from maxlib.nn.decoder._context import first_of_segment
 
 
 @pytree
@@ -33,18 +32,25 @@ class Patches:
         pixels: `R P C` or `P C`, patches image after image; within an image, one square of `m` x `m` neighbours after
             the other. Padding is last.
         grids: `R I 3` or `I 3`, numbers of frames (1), rows and columns of patches of each image; zeros for no image.
+        seconds: `R I` or `I`, time of each frame after the first one of its video, 0 for images; None for models that
+            read no times, or without videos.
     """
 
     pixels: Float[Array | np.ndarray, "*R P C"]
     grids: Int[Array | np.ndarray, "*R I 3"]
+    seconds: Float[Array | np.ndarray, "*R I"] | None = None
 
     @property
     def in_rows(self) -> "Patches":
         """Returns the same patches with an axis of rows."""
-        return self if self.pixels.ndim == 3 else Patches(self.pixels[None], self.grids[None])
+        return self if self.pixels.ndim == 3 else jax.tree.map(_in_one_row, self)
 
 
-def pad_patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
+def _in_one_row(x: Array | np.ndarray) -> Array | np.ndarray:
+    return x[None]
+
+
+def pad_patches(pixels: Any, grids: Any, *, counts: Any = None, second_per_grid: Any = None) -> Patches:
     """Converts a processor's arrays to `Patches`, padded so that similar batches use the same compiled program.
 
     The number of patches is rounded up by less than a quarter, the number of images to a power of two. Each frame of a
@@ -55,10 +61,12 @@ def pad_patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
         grids: `i 3`, frames, rows and columns of each image.
         counts: Number of images in each row of tokens, to make one row of patches per row of tokens; None makes one
             row.
+        second_per_grid: `i`, seconds between the frames of each image; any number for one that is no video. None for
+            models that read no times.
 
     Raises:
         ValueError: when the number of patches does not match the grids, or the number of images does not match the
-            counts.
+            counts or the seconds.
     """
     pixels, grids = np.asarray(pixels), np.asarray(grids)
     if pixels.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3 or len(pixels) != grids.prod(axis=1).sum():
@@ -69,6 +77,10 @@ def pad_patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     counts = [len(grids)] if counts is None else list(counts)
     if sum(counts) != len(grids):
         raise ValueError(f"counts must give each of the {len(grids)} images to a row, got {counts}")
+    if second_per_grid is not None and np.shape(second_per_grid) != (len(grids),):
+        raise ValueError(
+            f"second_per_grid must have a number for each of the {len(grids)} images, got {second_per_grid}"
+        )
     # Row r has the images first[r] to first[r + 1]; image i has the patches ends[i] to ends[i + 1].
     first, ends = np.cumsum([0, *counts]), np.cumsum([0, *grids.prod(axis=1)])
     rows = [(pixels[ends[a] : ends[b]], _frames(grids[a:b])) for a, b in itertools.pairwise(first)]
@@ -76,8 +88,25 @@ def pad_patches(pixels: Any, grids: Any, *, counts: Any = None) -> Patches:
     num_images = max(1, *(len(row) for _, row in rows))
     num_images = 1 << (num_images - 1).bit_length()  # the next power of two
     pixels = np.stack([_padded(row, num_patches) for row, _ in rows])
-    grids = np.stack([_padded(row, num_images) for _, row in rows]).astype(np.int32)
-    return Patches(pixels, grids) if len(counts) > 1 else Patches(pixels[0], grids[0])
+    padded = np.stack([_padded(row, num_images) for _, row in rows]).astype(np.int32)
+    seconds = None
+    if second_per_grid is not None:
+        times = [_seconds(grids[a:b], second_per_grid[a:b]) for a, b in itertools.pairwise(first)]
+        seconds = np.stack([_padded(row, num_images)[:, 0] for row in times])
+    patches = Patches(pixels, padded, seconds)
+    return patches if len(counts) > 1 else jax.tree.map(_first_row, patches)
+
+
+def _first_row(x: np.ndarray) -> np.ndarray:
+    return x[0]
+
+
+def _seconds(grids: np.ndarray, steps: Any) -> Float[np.ndarray, "frames 1"]:
+    """Returns the time of each frame of some images."""
+    times = [
+        np.arange(frames, dtype=np.float32) * np.float32(step) for (frames, *_), step in zip(grids, steps, strict=True)
+    ]
+    return np.concatenate([np.zeros(0, np.float32), *times])[:, None]
 
 
 def _padded(x: np.ndarray, rows: int) -> np.ndarray:
@@ -177,7 +206,7 @@ class Places(NamedTuple):
     width: Int[Array, "R P"]
 
 
-def _places(grids: Int[Array, "R I 3"], item: Int[Array, "R P"]) -> Places:
+def places(grids: Int[Array, "R I 3"], item: Int[Array, "R P"]) -> Places:
     """Finds the `Places` of items, given their indices in their row."""
     sizes = grids.prod(axis=2)
     ends = jnp.cumsum(sizes, axis=1)
@@ -219,7 +248,7 @@ def patch_positions(grids: Int[Array, "R I 3"], length: int, merge: int) -> Patc
         length: Number P of patches of a row.
         merge: Side of the squares.
     """
-    at = _places(grids, jnp.broadcast_to(jnp.arange(length, dtype=grids.dtype), (len(grids), length)))
+    at = places(grids, jnp.broadcast_to(jnp.arange(length, dtype=grids.dtype), (len(grids), length)))
     # index = ((square's row * squares in a row + square's column) * merge + row in it) * merge + column in it
     square, inside = jnp.divmod(at.index, merge * merge)
     y, x = jnp.divmod(square, jnp.maximum(at.width // merge, 1))
@@ -227,71 +256,6 @@ def patch_positions(grids: Int[Array, "R I 3"], length: int, merge: int) -> Patc
     real = at.image < grids.shape[1]
     segments = jnp.where(real, at.image + 1, 0)
     return PatchPositions(segments, jnp.where(real, row, 0), jnp.where(real, column, 0), at.height, at.width)
-
-
-def mrope_positions(
-    is_image: Bool[Array, "B T"],
-    grids: Int[Array | np.ndarray, "*R I 3"],
-    merge: int,
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    valid: Bool[Array, "B T"] | None = None,
-    start: Int[Array, " B"] | None = None,
-    frame_step: int | None = None,
-) -> Int[Array, "B T 3"]:
-    """Computes the positions of tokens and images by time, row and column (M-RoPE).
-
-    A text token has three equal positions, and the position grows by 1 with each token. The tokens of an image that
-    begins at `p` have time `p`, and row and column `p` plus those on the merged grid. The next token is at `p` plus the
-    larger side of that grid.
-
-    Args:
-        is_image: True for placeholders.
-        grids: Frames (1), rows and columns of patches of each image, as in `Patches`.
-        merge: Side of the squares of patches that have one placeholder.
-        segment_ids: Packed document of each token, 0 for padding; positions restart in each.
-        valid: False for padding.
-        start: Position of each row's first token, 0 unless given.
-        frame_step: Time between images that follow each other without text, the frames of a video (Qwen2-VL); all of
-            them begin at the same row and column. None for frames with text between them (Qwen3-VL).
-
-    Returns:
-        Positions, `B T 3`.
-    """
-    grids = jnp.asarray(grids if jnp.ndim(grids) == 3 else jnp.asarray(grids)[None])
-    real = jnp.ones(is_image.shape, bool) if valid is None else jnp.asarray(valid)
-    real = real if segment_ids is None else real & (segment_ids > 0)
-    is_image = is_image & real
-    at = _places(
-        grids // jnp.array([1, merge, merge], grids.dtype)[None, None], placeholder_index(is_image, len(grids))
-    )
-    # Step of the position to the next token; an image advances it after its last placeholder, a video after that of
-    # its last frame.
-    last, extent = at.index + 1 == at.height * at.width, jnp.maximum(at.height, at.width)
-    last, extent = last.reshape(is_image.shape), extent.reshape(is_image.shape)
-    time = jnp.zeros(is_image.shape, jnp.int32)
-    if frame_step is not None:
-        frame, last = _frame_numbers(is_image, at.image.reshape(is_image.shape), segment_ids)
-        time = jnp.where(is_image, frame * frame_step, 0)
-        extent = jnp.maximum(extent, time + 1)
-    steps = jnp.where(is_image, jnp.where(last, extent, 0), 1) * real
-    before = jnp.cumsum(steps, axis=1) - steps
-    if segment_ids is not None:
-        before = before - jnp.take_along_axis(before, first_of_segment(segment_ids), axis=1)
-    before = before if start is None else before + start[:, None]
-    row, column = (jnp.where(is_image, x.reshape(is_image.shape), 0) for x in jnp.divmod(at.index, at.width))
-    return jnp.stack([before + time, before + row, before + column], axis=2).astype(jnp.int32)
-
-
-def _frame_numbers(
-    is_image: Bool[Array, "B T"], image: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
-) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
-    """Returns the number of each placeholder's image in its run of placeholders, and which are the last of a run."""
-    runs = is_image.astype(jnp.int32) if segment_ids is None else jnp.where(is_image, segment_ids, 0)
-    first = first_of_segment(runs)
-    edge = jnp.ones((len(runs), 1), bool)
-    last = jnp.concatenate([runs[:, 1:] != runs[:, :-1], edge], axis=1)
-    return image - jnp.take_along_axis(image, first, axis=1), last
 
 
 def placeholder_index(is_image: Bool[Array, "B T"], rows: int) -> Int[Array, "R N"]:

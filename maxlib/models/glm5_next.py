@@ -1,0 +1,230 @@
+"""GLM-5.3-Flash (Z.ai 2026): three layers of Kimi delta attention, then one of latent attention without positions to
+pools of keys that an indexer chooses; a residual of four streams, and images of any size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlib import nn, ops
+from maxlib.models import _glm5_next_files as files
+from maxlib.models import _glm5_next_vision as vision
+from maxlib.models._layers import TextDecoder, sigmoid_router
+from maxlib.models._sizes import ExpertSizes
+from maxlib.weights import Family, Field, Fields, Multimodal, fields
+
+Vision = vision.Vision
+LINEAR, INDEXED = files.LINEAR, files.INDEXED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ExpertSizes):
+    """Sizes of a GLM-5.3-Flash; `PRESETS` has the published one."""
+
+    layer_types: tuple[str, ...] | None = None  # LINEAR or INDEXED for each layer; None: every fourth is INDEXED
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    delta_heads: int  # of linear attention ...
+    delta_dim: int
+    conv_width: int = 4
+    lower_bound: float | None = -5.0  # ... and of its log decay
+    index_heads: int
+    index_dim: int
+    index_top: int  # keys of the pools that a query attends to
+    pool: int = 16
+    act_limit: float = 10.0
+    streams: int = 4
+    sinkhorn_steps: int = 20
+    stream_eps: float = 1e-6
+    norm_eps: float = 1e-5
+    max_length: int = 1_048_576
+    vision: Vision
+
+    def __post_init__(self):
+        fields.check_layer_types(self)
+        if self.index_top % self.pool:
+            raise ValueError(
+                f"pool (index_kpool) must divide index_top (index_topk), got {self.pool} and {self.index_top}"
+            )
+
+    @property
+    def kinds(self) -> list[tuple[str, bool]]:
+        """The type of each layer, and whether it has a plain MLP."""
+        return list(zip(self.layer_types or files.usual_types(self.num_layers), self.dense, strict=True))
+
+
+class Block(nn.Layer):
+    """Linear or latent attention, and an MLP or experts, each of which reads and mixes the streams `B T n D`."""
+
+    def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
+        self.attn_streams = _connection(cfg, rngs=rngs)
+        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attn: Any = _latent(cfg, rngs=rngs) if kind == INDEXED else None
+        self.delta: Any = _delta_attention(cfg, rngs=rngs) if kind == LINEAR else None
+        self.mlp_streams = _connection(cfg, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, limit=cfg.act_limit, rngs=rngs) if dense else None
+        self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T n D"], ctx: nn.Context, cache: Any = None):
+        h, mix = self.attn_streams.read(x)
+        h, cache = (self.attn or self.delta)(self.attn_norm(h), ctx, cache)
+        x = self.attn_streams.write(x, h, mix, "attn")
+        h, mix = self.mlp_streams.read(x)
+        h = self.mlp_norm(h)
+        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
+        return self.mlp_streams.write(x, h, mix, "mlp"), cache, aux
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Returns the mixer's empty cache."""
+        return (self.attn or self.delta).init_cache(batch, capacity, dtype)
+
+
+def _connection(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperConnection:
+    return nn.HyperConnection(
+        cfg.dim,
+        streams=cfg.streams,
+        sinkhorn_steps=cfg.sinkhorn_steps,
+        eps=cfg.stream_eps,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
+
+
+def _delta_attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.KimiDeltaAttention:
+    return nn.KimiDeltaAttention(
+        cfg.dim,
+        num_heads=cfg.delta_heads,
+        head_dim=cfg.delta_dim,
+        conv_width=cfg.conv_width,
+        lower_bound=cfg.lower_bound,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
+
+
+def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
+    # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, and an index key with its gates.
+    return nn.SparseMLA(
+        cfg.dim,
+        num_heads=cfg.num_heads,
+        rope=None,
+        shared_dim=0,
+        q_rank=cfg.q_rank,
+        kv_rank=cfg.kv_rank,
+        nope_dim=cfg.nope_dim,
+        v_dim=cfg.v_dim,
+        norm_eps=cfg.norm_eps,
+        index_heads=cfg.index_heads,
+        index_dim=cfg.index_dim,
+        index_rope=None,
+        pool=cfg.pool,
+        top_k=cfg.index_top,
+        rngs=rngs,
+    )
+
+
+def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
+    D, F = cfg.dim, cfg.expert_dim
+    # silu(min(gate, limit)) * clip(up): no expert can overflow, nor can the shared one.
+    act = ops.ClampedSwiGLU(1.0, cfg.act_limit, 0.0)
+    shared = nn.GatedMLP(D, cfg.num_shared * F, limit=cfg.act_limit, rngs=rngs)
+    router = sigmoid_router(D, cfg, rngs=rngs)
+    return nn.MoE(D, F, router=router, activation=act, shared=shared, losses=cfg.losses, rngs=rngs)
+
+
+class GLM5Next(TextDecoder):
+    """GLM-5.3-Flash: every fourth layer has a cache of tokens; the head reads the mean of the streams."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
+        self.tower = vision.ImageEncoder(cfg.vision, cfg.dim, rngs=rngs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Returns the images that the model reads; frames of videos have the same placeholder."""
+        cfg = self.cfg.vision
+        images = nn.vision.PatchInput(self.tower, tokens=(cfg.image_token,), merge=cfg.merge, patch_dim=cfg.patch_dim)
+        return {"images": images}
+
+    def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T n D"], nn.Context]:
+        """Prepares the input of the first layer: as many copies of `x` as there are streams."""
+        x, ctx = super().enter(x, **inputs)
+        return jnp.repeat(x[:, :, None], self.cfg.streams, axis=2), ctx
+
+    def layer_inputs(self, x: Float[Array, "B T n D"], ctx: nn.Context) -> None:
+        """Returns None: single layers have no inputs of their own."""
+
+    def leave(self, x: Float[Array, "B T n D"], ctx: nn.Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head: the normed mean of the streams."""
+        return super().leave(x.mean(axis=2), ctx)
+
+    @property
+    def max_length(self) -> int:
+        """Number of positions that the model was made for."""
+        return self.cfg.max_length
+
+
+TEXT = Fields(
+    Config,
+    [
+        *fields.DECODER,
+        files.LAYER_TYPES,
+        fields.num_dense(absent=3),
+        fields.MLP,
+        *fields.DEEPSEEK_EXPERTS,
+        *fields.MLA,
+        fields.NUM_SHARED,
+        *fields.GROUPS,
+        files.linear("delta_heads", "linear_num_heads", "num_heads", 64),
+        files.linear("delta_dim", "linear_head_dim", "head_dim", 128),
+        files.linear("conv_width", "linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+        files.linear("lower_bound", "linear_lower_bound", "gate_lower_bound", -5.0),
+        Field("index_heads", "index_n_heads"),
+        Field("index_dim", "index_head_dim"),
+        Field("index_top", "index_topk"),
+        Field("pool", "index_kpool"),
+        Field("act_limit", "swiglu_limit"),
+        Field("streams", "hc_mult"),
+        Field("sinkhorn_steps", "hc_sinkhorn_iters"),
+        Field("stream_eps", "hc_eps"),
+        Field("max_length", "max_position_embeddings"),
+    ],
+    model_types={"glm5_next_text": "Glm5NextTextModel"},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "num_key_value_heads": fields.num_heads,
+        "qk_rope_head_dim": 0,
+        "index_kpool_always_select_tail": True,
+    },
+    fixed_if_present={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "index_topk_freq": 1},
+    # Nothing is rotated, heads have the widths of `qk_nope_head_dim` and so on, and prediction modules are not built.
+    ignored=["head_dim", "qk_head_dim", "rope_theta", "rope_parameters", "rope_scaling", "num_nextn_predict_layers"],
+    absent={"num_shared": 1, "routed_scale": 2.5},
+)
+FIELDS = Multimodal(
+    TEXT,
+    {"vision": vision.FIELDS},
+    model_types={"glm5_next": "Glm5NextForConditionalGeneration"},
+    fixed={"vision_config.out_hidden_size": lambda c: c.dim},
+    text_alone=False,
+)
+
+
+# fmt: off
+PRESETS = {
+    "glm-5.3-flash": Config(
+        vocab=154_880, num_layers=45, num_dense=3, dim=4096, mlp_dim=12_288, expert_dim=2048, num_heads=64, q_rank=1536,
+        kv_rank=512, nope_dim=256, v_dim=256, delta_heads=64, delta_dim=128, num_experts=288, num_shared=1, top_k=8,
+        routed_scale=2.5, index_heads=32, index_dim=128, index_top=2048, vision=Vision(),
+    ),
+}
+# fmt: on
+
+FAMILY = Family("glm5_next", GLM5Next, FIELDS, files.table, PRESETS)
