@@ -308,6 +308,7 @@ def step(
     )
     token, own_drafts, keys, drawn, history = rows
     drafts = own_drafts if drafts is None else drafts
+    assert drafts is not None
     inputs = jnp.concatenate([token[:, None], drafts], axis=1)  # [R, M]
     place = jnp.arange(inputs.shape[1])[None]
     valid = active[:, None] & (place <= num_drafts[:, None])

@@ -163,7 +163,7 @@ class SparseMLA(MLA):
             cache = cache.extend(latent, *([] if index_keys is None else [index_keys]), ctx)
             latent, index_keys = cache.latent, None if index_keys is None else cache.index
         latent, loss = latent.astype(x.dtype), None if cache is not None else self.index_loss
-        if index_keys is None:
+        if index_keys is None or self.indexer is None:
             index, chosen = None, Chosen(*ctx.key_intervals(self.mask), best)
         else:
             index_keys = self.indexer.compared(index_keys, ctx if cache is None else None)
