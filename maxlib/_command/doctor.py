@@ -40,6 +40,7 @@ EXTRAS = {
     "tests": "transformers",
     "tpu": "libtpu",
     "trackio": "trackio",
+    "video": "av",
     "wandb": "wandb",
 }
 

@@ -24,6 +24,7 @@ QUANTIZATIONS = (
     "int8",
     "int8_gradients",
     "mxfp4_qat",
+    "nvfp4",
     "nvfp4_qat",
 )
 

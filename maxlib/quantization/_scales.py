@@ -214,8 +214,7 @@ def _scaled(layer: Any, link: Link, factor: Factor, records: dict[str, Inputs]) 
 def _with_outputs(node: Any, factor: Factor) -> Any:
     new = jax.tree.map(lambda a: a, node)
     if isinstance(node, _NORMS):
-        one = 1.0 if node.plus_one else 0.0
-        new.scale = _product(node.scale, factor[0], one)
+        new.scale = _product(node.scale, factor[0], offset=1.0 if node.plus_one else 0.0)
         bias = getattr(node, "bias", None)
         if bias is not None:
             new.bias = _product(bias, factor[0])
@@ -232,10 +231,10 @@ def _with_inputs(site: Any, factor: Factor) -> Any:
     return sites.replace(site, w=_product(site.w, spread(site, factor, inputs=True)))
 
 
-def _product(variable: nnx.Variable, factor: Array, one: float = 0.0) -> nnx.Variable:
-    """Returns a variable multiplied by a factor, in its dtype; `one` is added before and subtracted after."""
+def _product(variable: nnx.Variable, factor: Array, offset: float = 0.0) -> nnx.Variable:
+    """Returns a variable multiplied by a factor, in its dtype; `offset` is added before and subtracted after."""
     value = variable[...]
-    product = (value.astype(jnp.float32) + one) * jnp.broadcast_to(factor, value.shape) - one
+    product = (value.astype(jnp.float32) + offset) * jnp.broadcast_to(factor, value.shape) - offset
     return variable.replace(product.astype(value.dtype))
 
 

@@ -142,8 +142,8 @@ _DEFAULTS: dict[str, Tokens] = {
 }
 # The class of a model whose files declare none.
 _CLASSES: dict[str, tuple[str, ...]] = {
-    "GPT2Tokenizer": ("gpt2", "starcoder2", "whisper"),
-    "GPTNeoXTokenizer": ("gpt_neox", "mamba2", "olmo", "olmoe"),
+    "GPT2Tokenizer": ("gpt2", "gptj", "opt", "phi", "starcoder2", "whisper"),
+    "GPTNeoXTokenizer": ("gpt_neox", "mamba2", "mpt", "olmo", "olmoe"),
     "BertTokenizer": ("bert",),
     "RobertaTokenizer": ("roberta",),
     "XLMRobertaTokenizer": ("xlm-roberta",),

@@ -33,7 +33,7 @@ from maxlib import nn, plan, sharding, weights
 from maxlib.plan._search import _default_layouts as default_layouts
 from tests.benchmarks.plans import AGAIN, GIB
 
-ENCODER_DECODERS = ("t5", "t5gemma", "whisper")
+WITH_ENCODERS = ("bert", "modernbert", "t5", "t5gemma", "whisper")
 SEQUENCE, LEAST_MFU, FULL_SLICE = 4096, 0.6, 0.9  # of a chip's memory
 STATE = 16  # bytes a parameter: itself, its gradient and two moments
 SIZES = {"v5p": [8 * 2**i for i in range(9)], "v6e": [4 * 2**i for i in range(7)], "v5e": [4 * 2**i for i in range(7)]}
@@ -176,7 +176,7 @@ def distinct() -> list[str]:
     """Returns one preset of each group of decoders with the same configuration."""
     found: dict[Any, str] = {}
     for family in weights.families():
-        if issubclass(family.model, nn.Decoder) and family.name not in ENCODER_DECODERS:
+        if issubclass(family.model, nn.Decoder) and family.name not in WITH_ENCODERS:
             for name, cfg in family.presets.items():
                 found.setdefault(cfg, name)
     return list(found.values())

@@ -165,7 +165,7 @@ OF_CHECKED = {
     "Statistics",
     "statistics",
 }
-PROCESSORS = {name for name in dir(data) if name.endswith("Processor")}
+PROCESSORS = {name for name in dir(data) if name.endswith("Processor")} | {"Video"}
 # Type hints are checked in tests; without that, the check of the value refuses the same.
 HINT = "violates type hint|Type-check error"
 WAYS = [(name, way) for name, ways in ENTRANCES.items() for way in ways]

@@ -112,6 +112,7 @@ def test_losses_of_logits_are_finite():
         "next_token": (training.NextToken(), batch),
         "smooth": (training.NextToken(z_loss=1e-3, label_smoothing=0.1), batch),
         "dft": (training.DFT(), batch),
+        "diffusion": (training.MaskedDiffusion(mask_token=0), batch | {"weights": jnp.where(never, 0, 1e3)}),
         "teacher": (pt.Distillation(), teacher),
         "student_top_k": (pt.Distillation(beta=1.0, student_top_k=2), teacher),
         "reverse": (pt.Distillation(beta=1.0), teacher),
@@ -175,7 +176,7 @@ def test_no_loss_is_forgotten():
     exported = [getattr(room, name) for room in (training, pt) for name in dir(room)]
     losses = {loss for loss in exported if isinstance(loss, type) and issubclass(loss, training.Loss)}
     bases = {training.Loss, training.MTP, pt.ReferencedLoss, pt.PreferenceLoss, pt.PolicyLoss}
-    others = {training.NextToken, training.BySource, *map(type, OF_SCORES.values())}
+    others = {training.NextToken, training.MaskedDiffusion, training.BySource, *map(type, OF_SCORES.values())}
     assert losses - bases == {type(loss) for loss in EXTREME.values()} | others
     assert {loss.loss_type for loss in EXTREME.values() if isinstance(loss, pt.DPO)} == set(preferences._LOSSES)
 

@@ -38,7 +38,7 @@ def known(mask: str, documents: str, T: int, S: int) -> ops.MaskHint:
 
 
 def test_all_masks_but_two_are_known():
-    assert KNOWN == ["full", "causal", "window", "chunk", "prefix"]
+    assert KNOWN == ["full", "causal", "window", "chunk", "prefix", "blocks"]
     assert cases.MASKS["spans"].static is None and (ops.Prefix(3) | ops.BidirectionalBlocks()).static is None
 
 
