@@ -31,7 +31,7 @@ def texts(model, prompts, images, all_images):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "qwen3_5" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+    "name", [name if name == "mistral" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
 )
 def test_images_of_any_size(name):
     """Two images, none, one, and the same prompt with another picture, on two slots."""

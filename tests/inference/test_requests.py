@@ -205,6 +205,7 @@ def test_slots_grow_while_rows_run(model):
     assert [short.result().tokens, long.result().tokens] == [one.tokens for (one,) in want]
 
 
+@pytest.mark.full
 def test_a_window_becomes_a_ring_when_a_longer_request_comes():
     """It waits until rows with an entry for each token have ended; a bounded memory has rings from the start."""
     cfg = mistral.Config(
