@@ -13,7 +13,6 @@ from maxlib import nn, ops
 from maxlib.models import _deepseek_v4_files as files
 from maxlib.models._layers import TextDecoder
 from maxlib.models._sizes import SLIDING, Sizes
-from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Family, Field, Fields, fields
 
 SPARSE, HEAVY = files.SPARSE, files.HEAVY
@@ -28,8 +27,8 @@ class Config(Sizes):
     window: int = 128
     sparse_rate: int = 4  # tokens of a compressed key
     heavy_rate: int = 128
-    rope: Rope  # of SLIDING layers
-    compressed_rope: Rope  # of all others
+    rope: ops.Rope  # of SLIDING layers
+    compressed_rope: ops.Rope  # of all others
     q_rank: int
     num_groups: int  # of heads, for the output
     group_rank: int
@@ -191,12 +190,12 @@ FIELDS = Fields(
 
 
 # fmt: off
-_YARN = YarnScaling(16.0, 65_536, attention_factor=1.0)
+_YARN = ops.YarnScaling(16.0, 65_536, attention_factor=1.0)
 _FLASH = Config(
     vocab=129_280, num_layers=43, dim=4096, num_heads=64, head_dim=512,
     layer_types=(SLIDING, SLIDING, *(HEAVY if i % 2 else SPARSE for i in range(41))),
-    rope=Rope(64, 10_000.0, interleaved=True, max_length=files.LENGTH),
-    compressed_rope=Rope(64, 160_000.0, _YARN, interleaved=True, max_length=files.LENGTH),
+    rope=ops.Rope(64, 10_000.0, interleaved=True, max_length=files.LENGTH),
+    compressed_rope=ops.Rope(64, 160_000.0, _YARN, interleaved=True, max_length=files.LENGTH),
     q_rank=1024, num_groups=8, group_rank=1024, index_heads=64, index_dim=128, index_top=512,
     expert_dim=2048, num_experts=256, top_k=6,
 )

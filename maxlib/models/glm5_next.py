@@ -1,6 +1,4 @@
-"""GLM-5.3-Flash (Z.ai 2026): three layers of Kimi delta attention, then one of latent attention without positions to
-pools of keys that an indexer chooses; a residual of four streams, and images of any size.
-"""
+"""GLM-5.3-Flash (Z.ai 2026): Kimi delta attention, latent attention to chosen pools of keys, four streams, images."""
 
 from dataclasses import dataclass
 from typing import Any
