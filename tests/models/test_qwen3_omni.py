@@ -99,6 +99,7 @@ def tokens(parts: list[list[int]]) -> np.ndarray:
 
 
 class TestQwen3Omni(Conformance):
+    test_captured_values_are_those_of_transformers = None  # their class for such files has no forward
     family = "qwen3_omni"
     config = "Qwen3OmniMoeConfig"
     cases: ClassVar = {key: {} for key in CASES}
