@@ -88,7 +88,7 @@ class Paging:
     def of(cls, model: Any, making: Making) -> "Paging":
         """Returns how the caches of rows of up to `making.capacity` tokens are stored."""
         # Here all windows are rings, and the number of entries says the rate.
-        most = 1 << 20
+        most = long_capacity(model)
         long, longer = (dataclasses.replace(making, capacity=n).shapes(model) for n in (most, 2 * most))
         rates = [
             most // x.shape[1] if x.shape != y.shape else 0
@@ -187,6 +187,14 @@ def of_slots(x: Array, slots: Int[Array, " R"] | None) -> Array:
 def with_slots(x: Array, slots: Int[Array, " R"] | None, rows: Array) -> Array:
     """Returns the rows of all slots, those of `slots` replaced; slots that do not exist are dropped."""
     return rows if slots is None else x.at[slots].set(rows, mode="drop")
+
+
+def long_capacity(model: Any) -> int:
+    """Returns a capacity at which windows are rings; with learned positions, which end, half of them."""
+    positions = getattr(model, "positions", None)
+    if isinstance(positions, nn.LearnedPositions):
+        return max((positions.length - model.first_position) // 2, 1)
+    return 1 << 20
 
 
 def _in_rings(caches: Caches) -> list[bool]:

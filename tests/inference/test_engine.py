@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlib import inference, nn, sharding
 from maxlib.inference import Generator, LocalEngine, Sampler
 from maxlib.inference import _continuous as continuous
 from maxlib.inference import _slots as programs
+from maxlib.models import gpt2
 from tests.nn.tiny import filled_llama
 
 PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [8, 8], [40, 41, 42]]
@@ -118,3 +120,10 @@ def test_a_mesh_changes_nothing(model, engine):
     for ours, alone in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert ours.tokens == alone.tokens
         np.testing.assert_allclose(ours.log_probs, alone.log_probs, atol=1e-5)
+
+
+def test_learned_positions_bound_the_cache():
+    cfg = gpt2.Config(vocab=64, dim=32, num_layers=2, num_heads=4, mlp_dim=64, num_positions=64)
+    model = gpt2.GPT2(cfg, rngs=nnx.Rngs(0))
+    (completion,) = LocalEngine(model, slots=2, capacity=48, dtype=jnp.float32).generate([[1, 2]], max_new_tokens=3)[0]
+    assert completion.tokens == Generator(model, dtype=jnp.float32).generate([[1, 2]], max_new_tokens=3)[0]
