@@ -39,7 +39,7 @@ from maxlib.inference._pages import (
     Making,
     Paging,
     gather_view,
-    long_capacity,
+    most_tokens,
     read_row,
     table_of,
     with_blocks,
@@ -204,7 +204,7 @@ class LocalEngine:
             self._drafter = None if isinstance(drafter, str) else Packed.of(prepared(drafter, dtype))
             check_rewinds(model, self._cache_shapes(self.num_drafts), needs_length=needs_length)
         self._rewinds = all(nn.cache.can_rewind(cache.layers) for cache in self._cache_shapes(0))
-        self._block = Paging.of(model, self._making(long_capacity(model))).block
+        self._block = Paging.of(model, self._making(most_tokens(model))).block
         self.cache_tokens = None if cache_tokens is None else integer("cache_tokens", cache_tokens, least=self._block)
         if self.cache_tokens is not None:
             self.cache_tokens -= self.cache_tokens % self._block
@@ -244,7 +244,7 @@ class LocalEngine:
     def _cache_shapes(self, num_drafts: int) -> list[nn.cache.Cache]:
         """Returns the shapes of the caches of one row, in which all rings are shorter than the text."""
         model = self.generator.model
-        making = dataclasses.replace(self._making(long_capacity(model)), num_drafts=num_drafts)
+        making = dataclasses.replace(self._making(most_tokens(model)), num_drafts=num_drafts)
         caches = making.shapes(model)
         return [cache for cache in (caches.model, caches.mtp) if cache is not None]
 

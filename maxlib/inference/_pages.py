@@ -57,7 +57,7 @@ class Making:
 
     def caches(self, model: Any, rows: int) -> Caches:
         """Returns empty caches."""
-        cache = self._rewindable(empty_cache(model, rows, self.capacity, self.dtype))
+        cache = self._rewindable(empty_cache(model, rows, min(self.capacity, most_tokens(model)), self.dtype))
         if not self.mtp:
             return Caches(cache, None)
         return Caches(cache, self._rewindable(model.init_draft_cache(rows, self.capacity, dtype=self.dtype)))
@@ -88,10 +88,10 @@ class Paging:
     def of(cls, model: Any, making: Making) -> "Paging":
         """Returns how the caches of rows of up to `making.capacity` tokens are stored."""
         # Here all windows are rings, and the number of entries says the rate.
-        most = long_capacity(model)
-        long, longer = (dataclasses.replace(making, capacity=n).shapes(model) for n in (most, 2 * most))
+        half = most_tokens(model) // 2
+        long, longer = (dataclasses.replace(making, capacity=n).shapes(model) for n in (half, 2 * half))
         rates = [
-            most // x.shape[1] if x.shape != y.shape else 0
+            half // x.shape[1] if x.shape != y.shape else 0
             for x, y in zip(jax.tree.leaves(long), jax.tree.leaves(longer), strict=True)
         ]
         # A window that is longer than all rows has an entry for each token instead.
@@ -104,11 +104,15 @@ class Paging:
     def empty_row(self, model: Any, making: Making, num_blocks: int) -> Caches:
         """Returns empty caches of a row with room for `num_blocks`."""
 
-        def cut(x: Array, rate: int) -> Array:
-            return x[:, : num_blocks * self.block // rate] if rate else x
+        def fit(x: Array, rate: int) -> Array:
+            if not rate:
+                return x
+            size = num_blocks * self.block // rate
+            missing = max(size - x.shape[1], 0)  # of the last block, where the model's positions end in it
+            return jnp.pad(x[:, :size], [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
 
         caches = making.caches(model, 1)
-        return self._map(cut, caches).with_length(caches.model.length)  # which is known
+        return self._map(fit, caches).with_length(caches.model.length)  # which is known
 
     def empty(self, row: Caches, slots: int, num_blocks: int) -> Caches:
         """Returns the empty storage of rows with the shapes of `row`."""
@@ -189,12 +193,10 @@ def with_slots(x: Array, slots: Int[Array, " R"] | None, rows: Array) -> Array:
     return rows if slots is None else x.at[slots].set(rows, mode="drop")
 
 
-def long_capacity(model: Any) -> int:
-    """Returns a capacity at which windows are rings; with learned positions, which end, half of them."""
-    positions = getattr(model, "positions", None)
-    if isinstance(positions, nn.LearnedPositions):
-        return max((positions.length - model.first_position) // 2, 1)
-    return 1 << 20
+def most_tokens(model: Any) -> int:
+    """Returns a capacity at which windows are rings, and no more than the model has learned positions."""
+    learned = isinstance(getattr(model, "positions", None), nn.LearnedPositions)
+    return model.max_length if learned else 1 << 21
 
 
 def _in_rings(caches: Caches) -> list[bool]:
