@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,11 +18,12 @@ from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, UnsavedError, shorten, summary
 from maxlib.checkpoint._groupings import Groupings
+from maxlib.checkpoint._tier import Tier
 
 _log = logging.getLogger(__name__)
 
 
-class Checkpointer:
+class Checkpointer(Tier):
     """Saves and restores the steps of one run in its own directory, asynchronously.
 
     A save is atomic. The new step is read back and compared with its checksums; only then are older steps deleted. The
@@ -89,24 +90,6 @@ class Checkpointer:
         self._left: list[int] = []  # later steps of another history, deleted once the running save is complete
         self._metric_seen = False  # or its absence has been reported
         self._damaged: set[int] = set()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None and jax.process_count() > 1:
-            self.settle()
-            return self._owner.release()
-        try:
-            self.close()
-        except SaveError as failed:
-            if error is None:
-                raise
-            _log.error("%s", failed)  # and raise the first error
-
-    def should_save(self, step: int) -> bool:
-        """Returns whether a save is due after `step`, by `every` or by `seconds`; all hosts get the same answer."""
-        return self._when.due(step)
 
     def save(
         self,
@@ -194,23 +177,6 @@ class Checkpointer:
         bad = restore.verify(self._path(step))
         self._damaged |= {step} if bad else set()
         return bad
-
-    def wait(self) -> None:
-        """Waits until the last save is on disk. Raises SaveError if it failed."""
-        _raise(self._finish())
-
-    def settle(self) -> None:
-        """Waits for the last save without communicating with other hosts, after an error that they may not have."""
-        if self._saving is not None:
-            wait([self._saving[1]])
-
-    def close(self) -> None:
-        """Waits for the last save and closes. Raises SaveError if it failed."""
-        failed = self._finish()
-        self._thread.shutdown()
-        self._steps.close()
-        self._owner.release()
-        _raise(failed)
 
     def unsaved(self) -> UnsavedError | None:
         """Returns the error that should end the run if `max_failed_saves` consecutive saves failed, else None.
@@ -333,10 +299,14 @@ class Checkpointer:
         for step in gone:
             self._metrics.pop(step, None)
 
-    def _wait_quietly(self) -> None:
-        failed = self._finish()
-        if failed:
-            _log.error("%s", failed)
+    def _release(self) -> None:
+        self._thread.shutdown()
+        self._steps.close()
+        self._owner.release()
+
+    def _abandon(self) -> None:
+        self.settle()
+        self._owner.release()
 
     def _make_way(self, step: int, held: list[int]) -> None:
         """Renames damaged steps whose numbers the run will use. Never touches good steps."""

@@ -1,11 +1,10 @@
 """A tier of checkpoints on the hosts' own disks, with copies on their peers."""
 
 import functools
-import logging
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from maxlib.checkpoint import _storage as storage
 from maxlib.checkpoint._errors import DamagedError, SaveError, UnsavedError, summary
 from maxlib.checkpoint._groupings import Groupings
 from maxlib.checkpoint._parts import Part, PartStore, ReadRange
+from maxlib.checkpoint._tier import Tier
 
-_log = logging.getLogger(__name__)
 SECONDS = 60.0  # default interval between saves
 Box = tuple[tuple[int, int], ...]  # start and stop along every axis of a leaf
 Shard = tuple[str, str, Box, np.ndarray]  # item, path of the leaf, place in it, values
 
 
-class Local:
+class Local(Tier):
     """Keeps the newest step near the devices, as a tier of `Tiers`: each host's shards on its disk and on a peer's.
 
     A lost host with its disk costs the steps since the last local save, as the peers have what it had. A step is
@@ -76,23 +75,6 @@ class Local:
         self._thread = ThreadPoolExecutor(1, "maxlib-local")
         self._saving: tuple[int, Future] | None = None
         self._saved: int | None = None  # newest step that this object saved
-
-    def __enter__(self) -> "Local":
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None and jax.process_count() > 1:
-            return self.settle()
-        try:
-            self.close()
-        except SaveError as failed:
-            if error is None:
-                raise
-            _log.error("%s", failed)  # and raise the first error
-
-    def should_save(self, step: int) -> bool:
-        """Returns whether a save is due after `step`, by `every` or by `seconds`; all hosts get the same answer."""
-        return self._when.due(step)
 
     def save(
         self,
@@ -176,16 +158,6 @@ class Local:
                     bad.append(f"{item}: {name}")
         return sorted(set(bad))
 
-    def wait(self) -> None:
-        """Waits until the last save is complete. Raises SaveError if it failed."""
-        if failed := self._finish():
-            raise failed
-
-    def settle(self) -> None:
-        """Waits for this process's part of the last save; see `Checkpointer.settle`."""
-        if self._saving is not None:
-            wait([self._saving[1]])
-
     def unsaved(self) -> UnsavedError | None:
         """Returns an error if `max_failed_saves` consecutive saves failed, else None."""
         if self._max_failed_saves is None or self._failed_saves < self._max_failed_saves:
@@ -193,17 +165,9 @@ class Local:
         text = f"{self._failed_saves} consecutive saves to {self.directory} failed, the last with: {self._last_error}"
         return UnsavedError(f"{text}; make room there, or raise max_failed_saves=.", last_good=self.latest())
 
-    def close(self) -> None:
-        """Waits for the last save and closes. Raises SaveError if it failed."""
-        failed = self._finish()
+    def _release(self) -> None:
         self._thread.shutdown()
         self._store.close()
-        if failed is not None:
-            raise failed
-
-    def _wait_quietly(self) -> None:
-        if failed := self._finish():
-            _log.error("%s", failed)
 
     def _write(self, step: int, meta: Any, data: Any, described: Any, shards: list[Shard]) -> None:
         """Writes this process's part, and copies it to the peers."""

@@ -14,11 +14,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
+from maxlib.models._sizes import AttentionSizes
 from maxlib.models._vision import pad_to_squares, patch_context
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
+
+SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,29 @@ class Vision:
         """
         patches = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=self.frames)
         return np.asarray(patches.pixels), np.asarray(patches.grids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepstackSizes(AttentionSizes):
+    """Sizes of a text model that reads features of several layers of the image encoder."""
+
+    sections: tuple[int, ...] = SECTIONS
+    attention_bias: bool = False
+    vision: Vision
+    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
+
+    def __post_init__(self):
+        self.mrope  # noqa: B018  # its sections are checked
+        if len(self.vision.deepstack) > self.num_layers:
+            raise ValueError(
+                f"deepstack (deepstack_visual_indexes) must feed at most the {self.num_layers} layers of text "
+                f"(num_hidden_layers), got {self.vision.deepstack}"
+            )
+
+    @property
+    def mrope(self) -> ops.MRope:
+        """The rotary embedding of all layers."""
+        return ops.MRope(self.rope, self.sections)
 
 
 class Block(nn.vision.EncoderBlock):

@@ -13,45 +13,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _qwen3_omni_audio as audio
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, Fields, HFConfig, Ignore, Multimodal, Renamed, Table, fields, names
 
 Audio = audio.Audio
 Vision = vision.Vision
-SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and column
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(vision.DeepstackSizes):
     """Sizes of a Qwen3-Omni; `PRESETS` has the published ones."""
 
     expert_dim: int
     num_experts: int
     top_k: int
-    sections: tuple[int, ...] = SECTIONS
-    attention_bias: bool = False
-    vision: Vision
     audio: Audio
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-
-    def __post_init__(self):
-        self.mrope  # noqa: B018  # its sections are checked
-        if len(self.vision.deepstack) > self.num_layers:
-            raise ValueError(
-                f"deepstack (deepstack_visual_indexes) must feed at most the {self.num_layers} layers of text "
-                f"(num_hidden_layers), got {self.vision.deepstack}"
-            )
-
-    @property
-    def mrope(self) -> ops.MRope:
-        """The rotary embedding of all layers."""
-        return ops.MRope(self.rope, self.sections)
 
 
 class Block(PreNorm):
@@ -122,7 +103,7 @@ TEXT = Fields(
         *fields.EXPERTS,
         *fields.ATTENTION,
         fields.rope(default_theta=1_000_000.0, default_length=32_768),
-        vision.sections(SECTIONS),
+        vision.sections(vision.SECTIONS),
         fields.ATTENTION_BIAS,
     ],
     model_types={"qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel"},

@@ -11,43 +11,24 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Convert, Family, Fields, HFConfig, Multimodal, Table, Weight, fields, names
 
 Vision = vision.Vision
-SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and column
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(vision.DeepstackSizes):
     """Sizes of a Qwen3-VL; `PRESETS` has the published ones."""
 
     mlp_dim: int  # not used by models with experts
     expert_dim: int | None = None
     num_experts: int | None = None
     top_k: int | None = None
-    sections: tuple[int, ...] = SECTIONS
-    attention_bias: bool = False
-    vision: Vision
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-
-    def __post_init__(self):
-        self.mrope  # noqa: B018  # its sections are checked
-        if len(self.vision.deepstack) > self.num_layers:
-            raise ValueError(
-                f"deepstack (deepstack_visual_indexes) must feed at most the {self.num_layers} layers of text "
-                f"(num_hidden_layers), got {self.vision.deepstack}"
-            )
-
-    @property
-    def mrope(self) -> ops.MRope:
-        """The rotary embedding of all layers."""
-        return ops.MRope(self.rope, self.sections)
 
 
 class Block(PreNorm):
@@ -121,7 +102,7 @@ TEXT = Fields(
         fields.only_if(_is_sparse, "top_k", "num_experts_per_tok", kind=int),
         *fields.ATTENTION,
         fields.rope(default_theta=500_000.0, default_length=128_000),
-        vision.sections(SECTIONS),
+        vision.sections(vision.SECTIONS),
         fields.ATTENTION_BIAS,
     ],
     model_types={f"{DENSE}_text": "Qwen3VLTextModel", f"{SPARSE}_text": "Qwen3VLMoeTextModel"},

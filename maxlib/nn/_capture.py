@@ -256,6 +256,7 @@ class _Run:
         if name == FIRST:
             # The layers before it were those of an encoder of images or sound.
             self.layer, self.values = None, [value for value in self.values if value.layers == [None]]
+            self.places = {}
         if name == LAYER:
             self.layer = 0 if self.layer is None else self.layer + 1
             self.places = {}
