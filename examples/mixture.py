@@ -1,5 +1,4 @@
-"""Train a small Llama on a mixture whose weights change: short texts first, long ones later.
-me.
+"""Train a small Llama on a mixture whose weights change: short texts first, long ones later. Fork me.
 
 The text is Python's help and docstrings. The script prints how many tokens of each source were read. Run the same
 command again to resume, in the middle of the mixture.
