@@ -3,7 +3,7 @@
     python -m tests.benchmarks.kernels [NAME ...] [--write] [--json out.json]
 
 Nothing is compiled: a preset is traced once for each phase, and the choosers answer for every device, with tokamax
-and jax-linear-attention as if they were installed. `--write` replaces the tables of
+and jax-linear-attention as if they were installed. `--write` replaces the table of
 docs/kernels.md; `--json` keeps a line for each preset, phase and device.
 """
 
@@ -176,13 +176,18 @@ def share(found: list[dict[str, Any]], device: str, phase: str) -> float:
     return sum(not one["lacking"] for one in here) / len(here)
 
 
-def markdown(found: list[dict[str, Any]]) -> str:
-    """Returns two tables: the share of presets on proven kernels, and how many lack what, phase by phase."""
+def shares(found: list[dict[str, Any]]) -> str:
+    """Returns a table of the share of presets on proven kernels, by device and phase."""
     lines = ["| | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 1) + "|"]
     lines += [
         f"| {device} | " + " | ".join(f"{share(found, device, one):.0%}" for one in PHASES) + " |" for device in DEVICES
     ]
-    lines += ["", "| what no proven kernel takes | " + " | ".join(DEVICES) + " |", "|---" * (len(DEVICES) + 1) + "|"]
+    return "\n".join(lines)
+
+
+def gaps(found: list[dict[str, Any]]) -> str:
+    """Returns a table of how many presets lack what, phase by phase."""
+    lines = ["| what no proven kernel takes | " + " | ".join(DEVICES) + " |", "|---" * (len(DEVICES) + 1) + "|"]
     lacking = Counter((why, one["device"], one["phase"]) for one in found for why in one["lacking"])
     for why in sorted({why for why, *_ in lacking}):
         counts = {device: [lacking[why, device, phase] for phase in PHASES] for device in DEVICES}
@@ -200,10 +205,10 @@ def main() -> None:
     found = rows(args.names or list(weights.presets()))
     if args.json:
         args.json.write_text("".join(json.dumps(one) + "\n" for one in found))
-    print(markdown(found))
+    print(shares(found), gaps(found), sep="\n\n")
     if args.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{markdown(found)}\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{before}{BEGIN}\n{shares(found)}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

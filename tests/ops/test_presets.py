@@ -58,4 +58,4 @@ def test_split_sequences_run_what_the_guide_says(strategy, chosen):
 @pytest.mark.timeout(900)
 def test_the_page_has_the_tables_of_all_presets():
     found = kernels.rows(list(weights.presets()))
-    assert kernels.markdown(found) in kernels.PAGE.read_text(), "run python -m tests.benchmarks.kernels --write"
+    assert kernels.shares(found) in kernels.PAGE.read_text(), "run python -m tests.benchmarks.kernels --write"
