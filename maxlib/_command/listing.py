@@ -23,7 +23,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "active": {"no_wrap": True, "justify": "right"},
     "family, and what it is made of": {"overflow": "fold"},
 }
-COLUMNS = ("family", "presets and their parameters", "attention", "features", "caches", "images", "audio")
+COLUMNS = ("family", "presets and their parameters", "attention", "features", "caches", "reads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +34,21 @@ class Row:
     preset: str
     total: int
     active: int
-    kind: tuple[str, ...]  # what it has in common with others, as in COLUMNS
+    kind: tuple[tuple[str, ...], ...]  # attention, features, caches, and what it reads besides tokens
 
     @property
     def size(self) -> str:
-        active = f", {short(self.active)} active" if self.active < self.total else ""
-        return f"{self.preset}: {short(self.total)}{active}"
+        active = f" ({short(self.active)} active)" if self.active < self.total else ""
+        return f"{self.preset} {short(self.total)}{active}"
 
 
 def row(family: weights.Family, preset: str) -> Row:
     model = jax.eval_shape(lambda: family.model(family.presets[preset], rngs=nnx.Rngs(0)))
     kind = (
-        nn.describe.attention_kind(model),
-        ", ".join(nn.describe.features(model)),
-        " and ".join(nn.describe.cache_kinds(model)),
-        "yes" if "images" in nn.describe.input_names(model) else "",
-        "yes" if "audio" in nn.describe.input_names(model) else "",
+        tuple(nn.describe.attention_kind(model).split(", ")),
+        nn.describe.features(model),
+        nn.describe.cache_kinds(model),
+        tuple(name for name in nn.describe.input_names(model) if name in ("images", "audio")),
     )
     return Row(family.name, preset, nn.num_parameters(model), nn.describe.num_active_parameters(model), kind)
 
@@ -64,8 +63,17 @@ def grouped(rows: list[Row]) -> list[list[Row]]:
 
 
 def markdown(rows: list[Row]) -> str:
-    lines = [(group[0].family, "<br>".join(r.size for r in group), *group[0].kind) for group in grouped(rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, ("---",) * len(COLUMNS), *lines])
+    """Returns a table with a line for each family, which has what any of its presets has."""
+    families = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.family)]
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *map(_family_cells, families)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _family_cells(rows: list[Row]) -> tuple[str, ...]:
+    columns = zip(*(row.kind for row in rows), strict=True)
+    # dict.fromkeys keeps the first of equal labels, in order.
+    labels = [", ".join(dict.fromkeys(label for kind in column for label in kind)) for column in columns]
+    return rows[0].family, ", ".join(row.size for row in rows), *labels
 
 
 def show(rows: list[Row]) -> None:
@@ -89,12 +97,7 @@ def table(groups: list[list[Row]]) -> Table:
 
 def described(preset: Row) -> str:
     """Returns what a preset is made of, as one line."""
-    attention, features, caches, images, audio = preset.kind
-    cells = (
-        attention,
-        features,
-        f"{caches} caches" if caches else "",
-        "images" if images else "",
-        "audio" if audio else "",
-    )
+    attention, features, caches, inputs = preset.kind
+    held = f"{' and '.join(caches)} caches" if caches else ""
+    cells = (", ".join(attention), ", ".join(features), held, *inputs)
     return f"{preset.family}: {'; '.join(cell for cell in cells if cell)}"

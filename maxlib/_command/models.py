@@ -40,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _object(row) -> dict:
-
-    attention, features, caches, images, audio = row.kind
+    attention, features, caches, inputs = row.kind
     fields = {name: value for name, value in dataclasses.asdict(row).items() if name != "kind"}
-    return (
-        fields
-        | {"attention": attention, "features": features, "caches": caches}
-        | {"images": bool(images), "audio": bool(audio)}
-    )
+    return fields | {
+        "attention": ", ".join(attention),
+        "features": ", ".join(features),
+        "caches": " and ".join(caches),
+        "images": "images" in inputs,
+        "audio": "audio" in inputs,
+    }
