@@ -66,7 +66,7 @@ if "DOCS_VERSION" in os.environ:  # beside other versions, in a folder of its ow
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# Notebooks are Markdown (jupytext). A page is executed again when its code or maxlib's has changed. A cell that fails
+# Notebooks are Markdown (myst-nb). A page is executed again when its code or maxlib's has changed. A cell that fails
 # is a warning, which `nox -s docs` turns into an error after it has tried the other pages.
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(notebooks.cache_folder())
