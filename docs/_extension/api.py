@@ -2,7 +2,7 @@
 docs/api/objects.
 
 A star stands for the public names of the module that the page does not list elsewhere, so that a new name is never
-left out.
+left out. `{api} maxlib.models.*` gives every module of the package a section with a star.
 """
 
 import ast
@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import pkgutil
 import re
 import types
 import typing
@@ -28,6 +29,7 @@ HERE = Path(__file__).parents[1]
 MOST = 12  # names that a page lists beside its own
 LOG = logging.getLogger(__name__)
 BLOCK = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EVERY_MODULE = re.compile(r"^```\{api\} (\S+)\.\*\n```$", re.MULTILINE)
 EMPTY = re.compile(r"^## More\n\s*(?=^#|\Z)", re.MULTILINE)  # a heading left out where nothing is left
 QUOTED_STAR = re.compile(r'(?<=")(\*)(?=\w)')
 LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)")
@@ -56,14 +58,28 @@ def write() -> None:
 
 def listed(text: str) -> list[tuple[str, list[str]]]:
     """Returns the module and the names of each block of an API page."""
-    found = BLOCK.findall(text)
+    found = BLOCK.findall(spelled_out(text))
     explicit = {(module, name) for module, names in [*found, *_of_all_pages()] for name in names.split()}
     return [(module, _names(module, names.split(), explicit)) for module, names in found]
 
 
+def spelled_out(text: str) -> str:
+    """Writes a section for each module where a page asks for every module of a package."""
+
+    def sections(match: re.Match[str]) -> str:
+        package = importlib.import_module(match[1])
+        modules = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+        public = [name for name in modules if not name.startswith("_")]
+        return "\n\n".join(f"## {name}\n\n```{{api}} {match[1]}.{name}\n*\n```" for name in public)
+
+    return EVERY_MODULE.sub(sections, text)
+
+
 @functools.cache
 def _of_all_pages() -> list[tuple[str, str]]:
-    return [block for path in sorted((HERE / "api").glob("*.md")) for block in BLOCK.findall(path.read_text())]
+    return [
+        block for path in sorted((HERE / "api").glob("*.md")) for block in BLOCK.findall(spelled_out(path.read_text()))
+    ]
 
 
 def _names(module: str, names: list[str], explicit: set[tuple[str, str]]) -> list[str]:
@@ -97,7 +113,7 @@ def expand(app, docname: str, source: list[str]) -> None:
     if not blocks:
         return
     of_block = iter(blocks)
-    text = BLOCK.sub(lambda match: _table(*next(of_block)), source[0])
+    text = BLOCK.sub(lambda match: _table(*next(of_block)), spelled_out(source[0]))
     pages = {page_of(module, name): name for module, names in blocks for name in names}
     several = len({module for module, _ in blocks}) > 1  # gpt2.Config and llama.Config
     labels = {page: page.partition(".")[2] if several else name for page, name in pages.items()}
