@@ -1,4 +1,6 @@
-"""Links between the Markdown files of the repository lead to a file, and to a heading that it has."""
+"""Links between the Markdown files of the repository lead to a file, and to a heading that it has; files of Python that
+they name exist.
+"""
 
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\((?P<to>[^()\s]+(?:\([^()\s]*\))?)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 LABEL = re.compile(r"^\(([\w-]+)\)=$", re.MULTILINE)
+FILE = re.compile(r"`([\w/]+/\w+\.py)`")
 
 
 def anchors(text: str) -> set[str]:
@@ -32,10 +35,20 @@ def dead(page: Path, text: str) -> list[str]:
     return links
 
 
+PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
+
+
 def test_links_lead_somewhere():
-    pages = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
-    links = {str(page.relative_to(ROOT)): dead(page, page.read_text()) for page in pages}
+    links = {str(page.relative_to(ROOT)): dead(page, page.read_text()) for page in PAGES}
     assert {page: to for page, to in links.items() if to} == {}
+
+
+def test_files_that_pages_name_exist():
+    names = {(page.name, name) for page in PAGES for name in FILE.findall(page.read_text())}
+    assert len(names) > 30
+    assert [
+        name for name in sorted(names) if not any((root / name[1]).exists() for root in (ROOT, ROOT / "maxlib"))
+    ] == []
 
 
 def test_dead_links_are_found():

@@ -1,7 +1,8 @@
 """DeepSeek V2 and V3/R1, Kimi K2 (DeepSeek-AI 2024, arXiv:2405.04434, 2412.19437): latent attention, many small
 experts, and shared ones.
 
-V3 has another router than V2, and multi-token prediction modules; Kimi K2 has V3's architecture in other sizes.
+V3 has another router than V2, and modules that predict a second token ahead (multi-token prediction); Kimi K2 has V3's
+architecture in other sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -19,10 +20,11 @@ from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fie
 
 @dataclass(frozen=True, kw_only=True)
 class Config(LatentSizes, ExpertSizes, MTPSizes):
-    """Sizes of a DeepSeek; `PRESETS` has the published ones.
+    """Sizes of a DeepSeek; `PRESETS` has the published ones, `_sizes.py` the fields that other families have too.
 
     Version 2 scores experts by softmax, and a group of experts by its best score. Version 3 scores experts by sigmoid,
-    adds a bias that balances the load, and scores a group by the sum of its two best scores.
+    adds a bias that balances the load, and scores a group by the sum of its two best scores. With `renormalize`, the
+    weights of a token's experts are divided by their sum.
     """
 
     version: Literal[2, 3]
@@ -30,7 +32,11 @@ class Config(LatentSizes, ExpertSizes, MTPSizes):
 
 
 class Block(PreNorm):
-    """Pre-norm layer of latent attention, with an MLP in the first `num_dense` and experts in all others."""
+    """Pre-norm layer of latent attention, with an MLP in the first `num_dense` layers and experts in all others.
+
+    Keys and values of all heads are projections of one small vector per token, the latent, and only that is cached.
+    `PreNorm` (`_layers.py`) has the forward pass.
+    """
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -62,6 +68,7 @@ class DeepSeek(TextDecoder):
     """DeepSeek: multi-head latent attention, fine-grained experts, and `cfg.num_mtp` multi-token prediction modules."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        # `cfg.dense` says of each layer whether it has a plain MLP.
         super().__init__(cfg, lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), cfg.dense, rngs=rngs)
         blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
         self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])

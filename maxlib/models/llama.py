@@ -1,8 +1,9 @@
 """Llama 2 to 3.3 (Touvron et al. 2023, arXiv:2307.09288; Llama team 2024, arXiv:2407.21783).
 
 Start here: this file has the sizes, the layer and the model, then the names that Hugging Face uses, and the presets.
-The other families are variations of it. Letters in shapes: B rows, T tokens, D width of the residual stream, F width of
-the MLP, N query heads, K key (and value) heads, H width of a head, V vocabulary size.
+The other families are variations of it. `rngs` gives the random keys of initial values. Letters in shapes: B rows, T
+tokens, D width of the residual stream, F width of the MLP, N query heads, K key (and value) heads, H width of a head, V
+vocabulary size.
 """
 
 from dataclasses import dataclass, replace
@@ -61,33 +62,34 @@ class Block(nn.Layer):
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, bias=cfg.mlp_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        # `ctx` has the values that all layers share: key intervals of the mask, rotary tables. `cache` belongs to this
-        # layer.
+        # `ctx` has what all layers share: the first and last key that each query sees, and the rotary tables. `cache`
+        # has this layer's keys and values of earlier tokens, None in training.
         h, cache = self.attn(self.attn_norm(x), ctx, cache)
-        # x + h; a layout may split the sum, and a remat policy can save h under this name.
+        # x + h. The name is for gradient checkpointing (remat), which can keep h, and for `nn.capture`, which reads it.
         x = nn.residual(x, h, "attn")
         x = nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp")
-        return x, cache, {}  # no losses or metrics of its own
+        return x, cache, {}  # losses and metrics of the layer: none here, those of the router in a layer with experts
 
 
 class Llama(nn.Decoder):
     """Llama: a pre-norm decoder of rotary grouped-query attention and SwiGLU.
 
-    `nn.Decoder` (`nn/decoder/_decoder.py`) has the forward pass: `embed(tokens)`, the layers, `norm`;
-    `logits(hidden)` applies the head.
+    `nn.Decoder` (`nn/decoder/_decoder.py`) has the forward pass: `embed(tokens)`, the layers, `norm`; before the layers
+    it turns each mask into the keys that each query sees, and each rope into its tables. `logits(hidden)` applies the
+    head.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # [V, D]
-        # nn.Decoder finds the layers' masks and ropes, and computes their intervals and rotary tables once per pass.
-        # Scans one layer over stacked weights, so that compile time does not grow with depth.
+        # Each weight of the layers is one array with a leading axis of layers, and one compiled layer runs over it in a
+        # loop (`jax.lax.scan`), so that compile time does not grow with depth. `_` is a layer's kind: all are alike.
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)  # None: tied to `embed`
 
 
-# Where config.json has each size. A field that it leaves out has the default above, or the one in `absent`.
+# Which field of config.json has each size. One that is missing there has the default above, or the one in `absent`.
 FIELDS = Fields(
     Config,
     [

@@ -1,7 +1,9 @@
-"""Qwen3.5 (Qwen team 2026), dense and with experts: three layers of gated DeltaNet, then one of gated attention.
+"""Qwen3.5 (Qwen team 2026), dense and with experts: three layers of linear attention (gated DeltaNet), then one of
+attention whose output is multiplied by a gate.
 
 It takes images of any size. Image tokens have positions by time, row and column (M-RoPE); text tokens have three equal
-positions, which is plain RoPE. The multi-token prediction module is loaded only with `num_mtp=1`; it takes text only.
+positions, which is plain RoPE. The module that predicts a second token ahead (multi-token prediction) is loaded only
+with `num_mtp=1`; it takes text only.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +26,11 @@ SECTIONS = (11, 11, 10)  # rotated pairs of a head that M-RoPE turns by time, by
 
 @dataclass(frozen=True, kw_only=True)
 class Config(AttentionSizes, DeltaSizes, MTPSizes):
-    """Sizes of a Qwen3.5; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
+    """Sizes of a Qwen3.5; `PRESETS` has the published ones, `_sizes.py` the fields that other families have too.
+
+    A model has an MLP in every layer (`mlp_dim`) or experts (the next four fields). Checkpoints with a vision encoder
+    keep the sizes of text in `text_config`.
+    """
 
     mlp_dim: int | None = None
     expert_dim: int | None = None
@@ -50,7 +56,10 @@ class Config(AttentionSizes, DeltaSizes, MTPSizes):
 
 
 class Block(PreNorm):
-    """Mixes tokens by linear attention or attention, then passes each through experts or an MLP."""
+    """Mixes tokens by linear attention or attention, then passes each through experts or an MLP.
+
+    `PreNorm` (`_layers.py`) has the forward pass. With `plus_one`, norms multiply by one plus their weight.
+    """
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
@@ -67,6 +76,7 @@ def _rotary(cfg: Config) -> Rope | ops.MRope:
 
 
 def _usual(c: Any) -> tuple[str, ...]:
+    """Returns the types of layers in the releases: every fourth has full attention."""
     return every(4, c.num_layers, LINEAR, FULL)
 
 
@@ -85,14 +95,18 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all experts; each token uses the best `top_k`. The shared expert runs for every token, times a gate.
+    # Softmax over all experts; each token uses the best `top_k`. Every token also uses the shared expert, whose output
+    # is multiplied by a gate.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
 class Qwen35(TextDecoder):
-    """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
+    """Qwen3.5: every fourth layer caches keys and values, the others a state of fixed size (`nn.GatedDeltaNet`).
+
+    With `cfg.vision` it is a vision model, whose encoder is `tower`.
+    """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(
@@ -165,7 +179,7 @@ FIELDS = Multimodal(
     fixed={
         "vision_config.model_type": lambda c: (
             *(f"{_kind(c)}_vision", f"{DENSE}_vision", f"{SPARSE}_vision"),
-            *(DENSE, SPARSE),  # as first written
+            *(DENSE, SPARSE),  # in the first releases
         ),
         "vision_config.out_hidden_size": lambda c: c.dim,
     },
