@@ -24,7 +24,7 @@ def section(name: str) -> list[list[str]]:
 
 
 def test_every_family_and_preset_is_listed():
-    listed = [(family, re.findall(r"(?:^|, )(\S+) ", sizes)) for family, sizes, *_ in section("capabilities")]
+    listed = [(family, presets.split(", ")) for family, presets, *_ in section("capabilities")]
     assert listed == [(name, list(family.presets)) for name, family in FAMILIES.items()], STALE
 
 
@@ -60,8 +60,8 @@ ROWS = [
 
 def test_the_page_has_a_row_for_each_family_and_the_terminal_one_for_each_kind():
     assert cells(models.markdown(ROWS)) == [
-        ["a", "a-1 52,464, a-2 1.00B, a-3 124M (24M active)", "MHA, GQA", "RoPE, tied head", "full, ring", ""],
-        ["b", "b-1 671.03B (37.55B active)", "MLA", "", "latent", "images"],
+        ["a", "a-1, a-2, a-3", "MHA, GQA", "RoPE, tied head", "full, ring", ""],
+        ["b", "b-1", "MLA", "", "latent", "images"],
     ]
     console = Console(width=120)
     with console.capture() as capture:

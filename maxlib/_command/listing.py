@@ -23,7 +23,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "active": {"no_wrap": True, "justify": "right"},
     "family, and what it is made of": {"overflow": "fold"},
 }
-COLUMNS = ("family", "presets and their parameters", "attention", "features", "caches", "reads")
+COLUMNS = ("family", "presets", "attention", "features", "caches", "reads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,6 @@ class Row:
     total: int
     active: int
     kind: tuple[tuple[str, ...], ...]  # attention, features, caches, and what it reads besides tokens
-
-    @property
-    def size(self) -> str:
-        active = f" ({short(self.active)} active)" if self.active < self.total else ""
-        return f"{self.preset} {short(self.total)}{active}"
 
 
 def row(family: weights.Family, preset: str) -> Row:
@@ -73,7 +68,7 @@ def _family_cells(rows: list[Row]) -> tuple[str, ...]:
     columns = zip(*(row.kind for row in rows), strict=True)
     # dict.fromkeys keeps the first of equal labels, in order.
     labels = [", ".join(dict.fromkeys(label for kind in column for label in kind)) for column in columns]
-    return rows[0].family, ", ".join(row.size for row in rows), *labels
+    return rows[0].family, ", ".join(row.preset for row in rows), *labels
 
 
 def show(rows: list[Row]) -> None:
