@@ -53,14 +53,14 @@ def test_every_family_has_a_note():
 ROWS = [
     models.Row("a", "a-1", 52_464, 52_464, (("MHA",), ("RoPE",), ("full",), ())),
     models.Row("a", "a-2", 999_885_952, 999_885_952, (("MHA",), ("RoPE",), ("full",), ())),
-    models.Row("a", "a-3", 124_439_808, 24_439_808, (("GQA",), ("RoPE", "tied head"), ("full", "ring"), ())),
+    models.Row("a", "a-3", 124_439_808, 24_439_808, (("GQA",), ("RoPE", "1 of 8 experts"), ("full", "ring"), ())),
     models.Row("b", "b-1", 671_026_419_200, 37_552_000_000, (("MLA",), (), ("latent",), ("images",))),
 ]
 
 
 def test_the_page_has_a_row_for_each_family_and_the_terminal_one_for_each_kind():
     assert cells(models.markdown(ROWS)) == [
-        ["a", "a-1, a-2, a-3", "MHA, GQA", "RoPE, tied head", "full, ring", ""],
+        ["a", "a-1, a-2, a-3", "MHA, GQA", "RoPE, experts", "full, ring", ""],
         ["b", "b-1", "MLA", "", "latent", "images"],
     ]
     console = Console(width=120)

@@ -5,6 +5,7 @@ The features are read from abstract models (`jax.eval_shape`), without building 
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def grouped(rows: list[Row]) -> list[list[Row]]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Returns a table with a line for each family, which has what any of its presets has."""
+    """Returns a table with a line for each family, which has what any of its presets has, without numbers."""
     families = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.family)]
     lines = [COLUMNS, ("---",) * len(COLUMNS), *map(_family_cells, families)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -66,8 +67,9 @@ def markdown(rows: list[Row]) -> str:
 
 def _family_cells(rows: list[Row]) -> tuple[str, ...]:
     columns = zip(*(row.kind for row in rows), strict=True)
-    # dict.fromkeys keeps the first of equal labels, in order.
-    labels = [", ".join(dict.fromkeys(label for kind in column for label in kind)) for column in columns]
+    # "8 of 256 experts" becomes "experts". dict.fromkeys keeps the first of equal labels, in order.
+    plain = [[re.sub(r"^\d+ (of \d+ )?", "", label) for kind in column for label in kind] for column in columns]
+    labels = [", ".join(dict.fromkeys(column)) for column in plain]
     return rows[0].family, ", ".join(row.preset for row in rows), *labels
 
 
