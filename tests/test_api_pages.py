@@ -35,12 +35,14 @@ def test_listed_names_exist():
 
 
 def test_every_name_has_one_page(api, listed):
-    assert [one for one, times in Counter(listed).items() if times > 1] == []
-    pages = Counter(api.page_of(*one).lower() for one in listed)
+    assert [entry for entry, times in Counter(listed).items() if times > 1] == []
+    pages = Counter(api.page_of(*entry).lower() for entry in listed)
     assert len(listed) > 700 and [page for page, times in pages.items() if times > 1] == []
 
 
 def test_no_public_name_is_left_out(listed):
+    families = {f"maxlib.models.{path.stem}" for path in (ROOT / "maxlib" / "models").glob("[!_]*.py")}
+    assert families <= {module for module, _ in listed}
     names = {name for module, name in listed if module == "maxlib.nn"}
     homes = {name: getattr(getattr(nn, name), "__module__", "") for name in dir(nn)}
     assert {name for name, home in homes.items() if home.startswith("maxlib.nn.") and "._" in home} <= names

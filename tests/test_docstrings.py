@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 import re
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -46,43 +47,40 @@ LIST = re.compile(r"(Args|Returns|Raises|Attributes|Yields|Metrics):\n", re.MULT
 @functools.cache
 def examples() -> list[tuple[str, str, str]]:
     """Module, name and code of every block."""
-    found = []
+    collected = []
     for path in sorted((ROOT / "maxlib").rglob("*.py")):
         text = path.read_text()
         strings = STRING.findall(text)
         if not any(blocks(inspect.cleandoc(string)) or blocks(string.strip()) for string in strings):
             continue  # parsing all files would take a second in each process of a run
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                docstring = ast.get_docstring(node) or ""
-                name = getattr(node, "name", "")
-                found += [(module, name, block) for block in blocks(docstring)]
-        found += [(module, name, block) for name, below in documented_values(text) for block in blocks(below)]
-    return found
+        tree = ast.parse(text)
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)]
+        documented = [(getattr(node, "name", ""), ast.get_docstring(node) or "") for node in nodes]
+        for name, docstring in documented + documented_values(tree):
+            collected += [(module, name, block) for block in blocks(docstring)]
+    return collected
 
 
-def documented_values(source: str) -> list[tuple[str, str]]:
+def documented_values(tree: ast.Module) -> list[tuple[str, str]]:
     """Names of a module that are assigned, and the string below each."""
-    body = ast.parse(source).body
-    pairs = [(one, below.value) for one, below in itertools.pairwise(body) if isinstance(below, ast.Expr)]
     return [
-        (ast.unparse(one.targets[0]), text.value)
-        for one, text in pairs
-        if isinstance(one, ast.Assign) and isinstance(text, ast.Constant) and isinstance(text.value, str)
+        (ast.unparse(value.targets[0]), below.value.value)
+        for value, below in itertools.pairwise(tree.body)
+        if isinstance(value, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
     ]
 
 
 def blocks(text: str) -> list[str]:
     assert "```" not in text and ">>>" not in text, f"indent code by four instead: {text[:80]!r}"
-    found = [match[1] for match in BLOCK.finditer(LIST.split(text)[0])]
-    return [block for block in found if CODE.match(block.lstrip())]
+    indented = [match[1] for match in BLOCK.finditer(LIST.split(text)[0])]
+    return [block for block in indented if CODE.match(block.lstrip())]
 
 
 # Imports that examples leave out.
 IMPORTED = {"maxlib": maxlib, "jax": jax, "jnp": jnp, "nnx": nnx, "functools": functools, "llama": llama} | {
-    found.__name__.rpartition(".")[2]: found
-    for found in (adapters, data, inference, nn, ops, plan, post_training, quantization, sharding, training)
+    room.__name__.rpartition(".")[2]: room
+    for room in (adapters, data, inference, nn, ops, plan, post_training, quantization, sharding, training)
 }
 CONFIG = llama.Config(
     vocab=32,
@@ -153,12 +151,7 @@ def test_examples_run(module, name, code, surroundings, monkeypatch):
     monkeypatch.chdir(surroundings["home"])
     package = importlib.import_module(module.rpartition("._")[0] or module)
     public = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
-    exec(_unindented(code), public | vars(importlib.import_module(module)) | IMPORTED | surroundings)
-
-
-def _unindented(code: str) -> str:
-    depth = len(code) - len(code.lstrip(" "))
-    return "\n".join(line[depth:] for line in code.splitlines())
+    exec(textwrap.dedent(code), public | vars(importlib.import_module(module)) | IMPORTED | surroundings)
 
 
 def test_blocks_are_found():
@@ -167,4 +160,4 @@ def test_blocks_are_found():
     assert [block.split() for block in blocks(text)] == [["a", "=", "1", "b", "=", "2"], ["c", "=", "3"]]
     assert blocks("First.\n\n    A A | B  the lead (two layers)\n") == []
     with pytest.raises(SyntaxError):  # the broken example that nothing tested
-        exec(_unindented("    a = f(1) b =\n    g(a) h(b)\n"))
+        exec(textwrap.dedent("    a = f(1) b =\n    g(a) h(b)\n"))
