@@ -27,7 +27,7 @@ def rotate(model: Any, key: Array) -> Any:
 
     A head that is tied to the embedding becomes a matrix of its own, because the last norm's weight moves into it.
 
-        small = quantization.gptq(quantization.rotate(model, jax.random.key(0)), [tokens], "int4")
+        small = quantization.for_inference(quantization.rotate(model, jax.random.key(0)), "int4")
 
     Args:
         model: An `nn.Decoder` in full precision, with RMS norms before its branches, that reads text.
