@@ -82,12 +82,13 @@ IMPORTED = {"maxlib": maxlib, "jax": jax, "jnp": jnp, "nnx": nnx, "functools": f
     room.__name__.rpartition(".")[2]: room
     for room in (adapters, data, inference, nn, ops, plan, post_training, quantization, sharding, training)
 }
+# All matrices have one shape, so that functions of matrices compile once.
 CONFIG = llama.Config(
     vocab=32,
     num_layers=2,
     dim=32,
-    mlp_dim=64,
-    num_heads=2,
+    mlp_dim=32,
+    num_heads=1,
     num_kv_heads=1,
     head_dim=32,
     rope=ops.Rope(32, max_length=64),
