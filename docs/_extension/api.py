@@ -194,8 +194,8 @@ def documentation(module: str, name: str) -> str:
         return inspect.getdoc(value) or ""
     wrapped = inspect.unwrap(value) if callable(value) else value
     own = inspect.getdoc(wrapped) if inspect.isfunction(wrapped) else None
-    if not own and "__doc__" in getattr(value, "__dict__", {}):
-        own = inspect.cleandoc(value.__doc__)
+    if not own and (written := getattr(value, "__dict__", {}).get("__doc__")):
+        own = inspect.cleandoc(written)
     said = own or below(module).get(name) or comment(module, name) or KNOWN.get(name)
     if not said and typing.get_origin(value) is typing.Literal:
         return f"One of {', '.join(f'`{choice!r}`' for choice in typing.get_args(value))}."
