@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from maxlib.inference._continuous import LocalEngine
 
 LogitsProcessor = Callable[["Request"], Float[np.ndarray, " V"]]
+"""A function of a request that returns numbers to add to the logits of its next token; -inf forbids a token."""
 SHORTEST_PREFIX = 16  # tokens that are worth copying instead of computing them
 
 
