@@ -12,6 +12,7 @@ from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
 from maxlib.models._sizes import ExpertSizes, LatentSizes
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Multimodal, Table, fields, names
 
@@ -58,7 +59,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return deepseek_experts(cfg, router=router, rngs=rngs)
 
 
-class Mistral4(TextDecoder):
+class Mistral4(PatchReader, TextDecoder):
     """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
@@ -69,11 +70,6 @@ class Mistral4(TextDecoder):
         self.tower = (
             None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
         )
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads, if it has an encoder of them."""
-        return vision.inputs(self.tower, self.cfg.vision)
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from maxlib import nn
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Convert, Family, Fields, HFConfig, Multimodal, Table, Weight, fields, names
@@ -59,7 +60,7 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
 
 
-class Qwen3VL(TextDecoder):
+class Qwen3VL(PatchReader, TextDecoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -67,11 +68,6 @@ class Qwen3VL(TextDecoder):
         has_features = [i < len(cfg.vision.deepstack) for i in range(cfg.num_layers)]
         super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), has_features, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads."""
-        return vision.inputs(self.tower, self.cfg.vision)
 
 
 DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"

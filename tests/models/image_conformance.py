@@ -55,7 +55,6 @@ class ImageConformance(Conformance):
     offset: ClassVar[
         int
     ] = -3  # of positions behind all of the images from the number of tokens; 0 where they count these
-    depths = (4, 8)
     refused: ClassVar[dict[str, Any]] = {
         "text_config.hidden_act": "gelu",
         "vision_config.hidden_act": "gelu",

@@ -440,9 +440,20 @@ def golden(family: str) -> dict[str, dict[str, Any]]:
     return meta
 
 
+def transformers_cases(family: str) -> dict[str, tuple[Any, ...]]:
+    """The cases of a family's classes of conformance tests, in all of its files."""
+    cases = {}
+    for part in ("", "_images", "_audio"):
+        if (GOLDEN.parent / f"test_{family}{part}.py").exists():
+            module = importlib.import_module(f"tests.models.test_{family}{part}")
+            for name, tests in vars(module).items():
+                if name.startswith("Test") and getattr(tests, "family", None) == family:
+                    cases |= tests.transformers_cases()
+    return cases
+
+
 def write(family: str) -> None:
-    cases = importlib.import_module(f"tests.models.test_{family}").transformers_cases()
-    found = {name: theirs(*case) for name, case in cases.items()}
+    found = {name: theirs(*case) for name, case in transformers_cases(family).items()}
     arrays: dict[str, Any] = {
         "meta": json.dumps(
             {n: {k: c[k] for k in ("config", "shapes", "grids", "clips") if c[k]} for n, c in found.items()}

@@ -30,13 +30,6 @@ class TestBert(EncoderConformance):
         "attn_logit_softcapping": 50.0,
         "position_embedding_type": "relative_key",
     }
-    presets = {
-        "bert-base-uncased": 0.1095,
-        "bert-large-uncased": 0.335,
-        "bert-base-cased": 0.108,
-        "roberta-base": 0.1247,
-        "roberta-large": 0.355,
-    }
     zero_gradients = r"key\.bias"  # the same number is added to all scores of a query
     test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
 
@@ -58,9 +51,6 @@ class TestBert(EncoderConformance):
             )
             configs[name] = kind(**fields)
         return {name: (config, cls.tokens(config.vocab_size, 24), cls.dtype) for name, config in configs.items()}
-
-
-transformers_cases = TestBert.transformers_cases
 
 
 def classifier(kind: str, directory, **fields):

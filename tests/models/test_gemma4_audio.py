@@ -99,7 +99,6 @@ class TestGemma4Audio(Conformance):
 
     test_what_a_config_leaves_out_is_as_in_transformers = None
     test_both_spellings_are_read = None  # of the family in turn
-    test_presets_have_the_published_size = None
 
     @classmethod
     def transformers_cases(cls) -> dict[str, tuple[Any, ...]]:
@@ -331,7 +330,3 @@ class TestUnifiedAudio(TestGemma4Audio):
     }
 
     test_sound_that_does_not_fit_is_refused = None
-
-
-def transformers_cases():
-    return TestGemma4Audio.transformers_cases() | TestUnifiedAudio.transformers_cases()

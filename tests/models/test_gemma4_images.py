@@ -80,8 +80,6 @@ class TestGemma4Images(ImageConformance):
         "vision_config.head_dim": 6,
         "vision_config.rope_parameters": {"rope_type": "yarn"},
     }
-    presets: ClassVar = {}
-    test_presets_have_the_published_size = None  # with those of text
 
     def test_images_see_both_ways_in_local_layers_only(self, made):
         """A change of its last token reaches the first token of an image through the local layers' masks."""
@@ -160,10 +158,6 @@ class TestUnifiedImages(TestGemma4Images):
     test_padding_on_either_side_changes_nothing = None
     test_sound_and_images_beyond_the_positions_are_refused = None
     test_text_of_a_seeing_checkpoint_is_read_alone = None
-
-
-def transformers_cases():
-    return TestGemma4Images.transformers_cases() | TestUnifiedImages.transformers_cases()
 
 
 SEE = gemma4.Vision(

@@ -54,7 +54,3 @@ class TestGptOss(Conformance):
         "quantization_config": {"quant_method": "gptq"},
         "layer_types": [FULL] * 3,
     }
-    presets = {"gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83}
-
-
-transformers_cases = TestGptOss.transformers_cases

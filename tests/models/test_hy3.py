@@ -1,8 +1,6 @@
 """Hy3 against transformers: norms on heads, dense first layers, a bias on the choice of experts, shared ones."""
 
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, YARN, Conformance
 
 
 class TestHy3(Conformance):
@@ -40,9 +38,4 @@ class TestHy3(Conformance):
         "moe_router_enable_expert_bias": False,
         "sliding_window": 5,
     }
-    presets = {"hy3": 295.033}
     rules = Conformance.rules | {"expert": "data"}
-    depths = (2, 3)  # the first has no experts
-
-
-transformers_cases = TestHy3.transformers_cases

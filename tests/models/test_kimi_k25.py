@@ -54,9 +54,7 @@ class TestKimiK25(ImageConformance):
     }
     patch_dim = 48
     offset = 0
-    presets = {"kimi-k2.5": 1026.879}
     slot_axis = -2
-    depths = None
     rules = ImageConformance.rules | {"expert": "data"}
 
 
@@ -74,6 +72,3 @@ def test_patches_of_the_processor():
         np.asarray(got.pixels).reshape(-1, 3 * p * p)[:32], np.concatenate(cut)
     )  # then padding
     np.testing.assert_array_equal(np.asarray(got.grids).reshape(-1, 3), grids)
-
-
-transformers_cases = TestKimiK25.transformers_cases

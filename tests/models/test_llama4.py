@@ -74,11 +74,6 @@ class TestLlama4(Conformance):
         "attention_chunk_size": None,
     }
     # What Hugging Face counts in the released files, in billions.
-    presets = {"llama4-17b-16e": 108.6418, "llama4-17b-128e": 401.5838}
-    depths = (4, 8)
-
-
-transformers_cases = TestLlama4.transformers_cases
 
 
 @pytest.mark.full

@@ -1,8 +1,6 @@
 """MiniMax-M2 against transformers: norms over all heads, partial rotary embeddings, a bias on the choice of experts."""
 
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, YARN, Conformance
 
 
 class TestMiniMaxM2(Conformance):
@@ -37,8 +35,4 @@ class TestMiniMaxM2(Conformance):
         "shared_intermediate_size": 8,
         "sliding_window": 5,
     }
-    presets = {"minimax-m2": 228.69, "minimax-m2.1": 228.69, "minimax-m2.5": 228.69}  # published as 230B, 10B active
     rules = Conformance.rules | {"expert": "data"}
-
-
-transformers_cases = TestMiniMaxM2.transformers_cases

@@ -13,7 +13,7 @@ from maxlib.models import mistral4
 from maxlib.weights import HFConfig
 from maxlib.weights.files import Header, write_file
 from tests.models import parity
-from tests.models.conformance import BASE, Conformance, assert_close
+from tests.models.conformance import BASE, NO_TOKENS, Conformance, assert_close
 from tests.models.test_mistral_images import Pixtral
 
 ROPE = {
@@ -43,7 +43,7 @@ TEXT = (
         "v_head_dim": 9,
         "rope_parameters": ROPE,
     }
-    | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    | NO_TOKENS
 )
 GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 HALVES = {
@@ -79,7 +79,6 @@ REFUSED = {
 
 class Mistral4:
     family = "mistral4"
-    presets = {"mistral-small-4-119b": 119.40}
     rules = Conformance.rules | {"expert": "data"}
     slot_axis = -2  # [rows, slots, latent]
 
@@ -89,11 +88,9 @@ class TestMistral4(Mistral4, Pixtral):
     config = "Mistral3Config"
     text_base = TEXT | {"model_type": "mistral4"}
     cases = {"sees": {"text": GROUPS}, "sees_halves_tied": {"text": HALVES, "tie_word_embeddings": True}}
-    depths = (1, 2)
     matters = {f"text_config.{name}": value for name, value in MATTERS.items()}
     matters |= {"vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
     refused = Pixtral.refused | {f"text_config.{name}": value for name, value in REFUSED.items()}
-    test_presets_have_the_published_size = Conformance.test_presets_have_the_published_size
 
 
 class TestText(Mistral4, Conformance):
@@ -107,11 +104,6 @@ class TestText(Mistral4, Conformance):
     cases = {"groups": GROUPS | {"vocab_size": 53}, "halves_tied": HALVES}
     matters = MATTERS
     refused = REFUSED
-    test_presets_have_the_published_size = None  # above
-
-
-def transformers_cases():
-    return TestMistral4.transformers_cases() | TestText.transformers_cases()
 
 
 # --- files ---

@@ -42,7 +42,6 @@ class Pixtral(ImageConformance):
     ids = {"image_token_index": IMAGE}
     patch_dim = 48
     offset = 0
-    depths = (1, 2)
     refused = {
         "text_config.hidden_act": "gelu",
         "text_config.model_type": "llama",
@@ -54,8 +53,6 @@ class Pixtral(ImageConformance):
         "vision_config.hidden_act": "relu",
         "vision_config.hidden_size": 20,
     }
-
-    test_presets_have_the_published_size = None  # in TestMistral
 
 
 class TestMistral3(Pixtral):
@@ -92,10 +89,6 @@ class TestLlava(Pixtral):
     refused |= {"vision_config.model_type": "clip_vision_model"}
 
     test_images_that_do_not_fit_are_refused = None  # its squares are of one patch
-
-
-def transformers_cases():
-    return TestMistral3.transformers_cases() | TestLlava.transformers_cases()
 
 
 # --- batches as they come ---

@@ -9,11 +9,10 @@ import pytest
 import maxlib
 from maxlib.models.muse_glimmer import FULL, SLIDING
 from tests.models import conformance, parity
-from tests.models.conformance import Conformance, assert_close
+from tests.models.conformance import NO_TOKENS, YARN, Conformance, assert_close
 from tests.models.image_conformance import IMAGE, VIDEO, ImageConformance
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
-BASE = conformance.BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+BASE = conformance.BASE | NO_TOKENS
 
 
 def _register() -> None:
@@ -91,7 +90,6 @@ class TestMuseGlimmer(Conformance):
         "layer_types": [SLIDING, FULL, "linear_attention", FULL, FULL],
         "layer_rope_theta": [1e4, 2e4, 1e4, 1e4, 0],
     }
-    presets = {"muse-glimmer-30b": 29.777}
 
     @classmethod
     def transformers_cases(cls):
@@ -157,12 +155,6 @@ class TestMuseGlimmerImages(ImageConformance):
         "out_hidden_size": 48,
         "projector_hidden_act": "silu",
     }
-
-    test_presets_have_the_published_size = None  # of the family in turn
-
-
-def transformers_cases():
-    return TestMuseGlimmer.transformers_cases() | TestMuseGlimmerImages.transformers_cases()
 
 
 @pytest.mark.full

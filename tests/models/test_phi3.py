@@ -51,17 +51,6 @@ class TestPhi3(Conformance):
         "full_attn_mod": 2,
         "original_max_position_embeddings": 32,
     }
-    presets = {
-        "phi-3-mini-4k": 3.821,
-        "phi-3-mini-128k": 3.821,
-        "phi-3-medium-4k": 13.960,
-        "phi-3.5-mini": 3.821,
-        "phi-4-mini": 3.836,
-        "phi-4": 14.660,
-    }
-
-
-transformers_cases = TestPhi3.transformers_cases
 
 
 @functools.partial(jax.jit, compiler_options=parity.QUICK)

@@ -4,10 +4,9 @@ import pytest
 
 from maxlib.models import qwen2
 from maxlib.weights import HFConfig
-from tests.models.conformance import BASE, Conformance
+from tests.models.conformance import BASE, YARN, Conformance
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
@@ -39,22 +38,6 @@ class TestQwen2(Conformance):
         "num_hidden_layers": 5,  # for four layer_types
         "use_mrope": True,
     }
-    presets = {
-        "qwen2-0.5b": 0.494,
-        "qwen2-1.5b": 1.544,
-        "qwen2-7b": 7.616,
-        "qwen2-72b": 72.706,
-        "qwen2.5-0.5b": 0.494,
-        "qwen2.5-1.5b": 1.544,
-        "qwen2.5-3b": 3.086,
-        "qwen2.5-7b": 7.616,
-        "qwen2.5-14b": 14.770,
-        "qwen2.5-32b": 32.764,
-        "qwen2.5-72b": 72.706,
-    }
-
-
-transformers_cases = TestQwen2.transformers_cases
 
 
 @pytest.mark.full

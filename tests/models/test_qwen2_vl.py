@@ -43,15 +43,6 @@ class TestQwen25VL(ImageConformance):
         "text_config.rope_parameters.mrope_section": [1, 2, 2],
         "vision_config.window_size": 4,
     }
-    presets = {
-        "qwen2-vl-2b": 2.209,
-        "qwen2-vl-7b": 8.291,
-        "qwen2-vl-72b": 73.406,
-        "qwen2.5-vl-3b": 3.755,
-        "qwen2.5-vl-7b": 8.292,
-        "qwen2.5-vl-32b": 33.453,
-        "qwen2.5-vl-72b": 73.411,
-    }
 
     @pytest.mark.full  # by default of Mistral and Gemma 4
     def test_rows_of_patches_and_padding_change_nothing(self, made):
@@ -68,12 +59,6 @@ class TestQwen2VL(ImageConformance):
     matters = {"text_config.rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}
     refused = ImageConformance.refused | {"vision_config.embed_dim": 20, "vision_config.hidden_size": 24}
     del refused["vision_config.out_hidden_size"]  # it has none
-
-    test_presets_have_the_published_size = None  # in TestQwen25VL
-
-
-def transformers_cases():
-    return TestQwen25VL.transformers_cases() | TestQwen2VL.transformers_cases()
 
 
 @pytest.mark.parametrize("name", ["windows", "no_windows"])

@@ -56,25 +56,11 @@ class TestQwen35(Conformance):
         "mtp_use_dedicated_embeddings": True,
         "layer_types": [LINEAR],
     }
-    presets = {
-        "qwen3.5-0.8b": 0.853,
-        "qwen3.5-2b": 2.213,
-        "qwen3.5-4b": 4.540,
-        "qwen3.5-9b": 9.410,
-        "qwen3.5-27b": 27.357,
-        "qwen3.6-27b": 27.357,
-        "qwen3.8-27b": 27.357,
-        "qwen3.5-35b-a3b": 35.108,
-        "qwen3.6-35b-a3b": 35.108,
-        "qwen3.5-122b-a10b": 122.563,
-        "qwen3.5-397b-a17b": 396.802,
-    }
     windows = {
         "one_to_one": {SEQ, 3, 4},
         "three_to_one": {SEQ, 1, 4},
         "two_widths_tied": {SEQ, 2, 4},
     }  # convolution inputs, heads of states
-    depths = (4, 8)
 
 
 @pytest.mark.full
@@ -86,8 +72,6 @@ class TestQwen35MoE(TestQwen35):
     refused = {"norm_topk_prob": False, "decoder_sparse_step": 2, "hidden_act": "gelu"}
     windows = {"experts": {SEQ, 3, 4}}
     rules = Conformance.rules | {"expert": "data"}
-
-    test_presets_have_the_published_size = None
 
     def test_released_files_have_all_experts_in_two_tensors(self, made, tmp_path):
         case, path, model = made("experts")
@@ -129,7 +113,6 @@ class TestQwen35Images(ImageConformance):
         "text_config.rope_parameters.mrope_section": [1, 2, 1],
         "vision_config.model_type": "siglip_vision_model",
     }
-    test_presets_have_the_published_size = None  # of text, above
 
     @pytest.mark.full  # by default of Mistral and Gemma 4
     def test_rows_of_patches_and_padding_change_nothing(self, made):
@@ -143,11 +126,6 @@ class TestQwen35MoEImages(TestQwen35Images):
     cases = {"images_experts": {"text": {"layer_types": KINDS, "linear_key_head_dim": 8}}}
     matters = {"text_config.num_experts_per_tok": 2}
     rules = ImageConformance.rules | {"expert": "data"}
-
-
-def transformers_cases():
-    text = TestQwen35.transformers_cases() | TestQwen35MoE.transformers_cases()
-    return text | TestQwen35Images.transformers_cases() | TestQwen35MoEImages.transformers_cases()
 
 
 def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):

@@ -104,7 +104,6 @@ class TestQwen3Omni(Conformance):
     config = "Qwen3OmniMoeConfig"
     cases: ClassVar = {key: {} for key in CASES}
     gradients_by_default = True
-    depths = (4, 8)
     matters: ClassVar = {
         "thinker_config.position_id_per_seconds": 9,
         "thinker_config.text_config.rms_norm_eps": 0.1,
@@ -126,7 +125,6 @@ class TestQwen3Omni(Conformance):
     rules = sharding.FSDP_TP | {"vocab": None, "kv_heads": None, "expert": "data"}
     # A bias of keys adds one number to all scores of a query.
     zero_gradients = r"audio_tower.*k_proj\.bias"
-    presets: ClassVar = {"qwen3-omni-30b-a3b": 31.72}
 
     test_what_a_config_leaves_out_is_as_in_transformers = None
     test_both_spellings_are_read = None  # below
@@ -239,9 +237,6 @@ class TestQwen3Omni(Conformance):
             want = theirs.generate(ids, **parity.seen(case, ids, theirs.dtype), **options)[:, SEQ:].tolist()
         ours = inference.Generator(model, dtype=jnp.float32)
         assert ours.generate(case["tokens"].tolist(), images=images, audio=audio, max_new_tokens=8) == want
-
-
-transformers_cases = TestQwen3Omni.transformers_cases
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,7 +20,3 @@ class TestStarCoder2(Conformance):
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
     refused = Conformance.refused | {"norm_type": "rms_norm"}
-    presets = {"starcoder2-3b": 3.0304, "starcoder2-7b": 7.1739, "starcoder2-15b": 15.9579}
-
-
-transformers_cases = TestStarCoder2.transformers_cases
