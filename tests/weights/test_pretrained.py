@@ -251,7 +251,6 @@ def test_a_truncated_file_is_refused_before_anything_is_built(copied):
         ({"model_type": None}, "no family is known for the model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"hidden_size": None}, "hidden_size must be given"),
-        ({"head_dim": None, "hidden_size": 33}, "must divide hidden_size"),
         ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads.* got 4 and 3"),
         ({"sliding_window": 16}, "fields this architecture does not know.*\n.*sliding_window = 16"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
