@@ -97,7 +97,7 @@ class TestGemma4Images(ImageConformance):
     def test_padding_on_either_side_changes_nothing(self, made):
         """A row of text and one with images, of different lengths, in the middle of their padding."""
         case, _, model = made("images_shared_clipped")
-        rows, images = case["tokens"][:, :20].copy(), self.by_row(case, 0, 1)
+        rows, images = case["tokens"][:, :20].copy(), self.by_row(case, 0, 1)["images"]
         rows[1] = np.where(rows[1] == IMAGE, 7, rows[1])
         images = dataclasses.replace(images, grids=images.grids * np.array([1, 0])[:, None, None])
         want = parity.logits(model, rows, images)

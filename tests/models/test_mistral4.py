@@ -13,7 +13,8 @@ from maxlib.models import mistral4
 from maxlib.weights import HFConfig
 from maxlib.weights.files import Header, write_file
 from tests.models import parity
-from tests.models.conformance import BASE, NO_TOKENS, Conformance, assert_close
+from tests.models.conformance import NO_TOKENS, Conformance, assert_close
+from tests.models.latent_conformance import BASE, LatentConformance
 from tests.models.test_mistral_images import Pixtral
 
 ROPE = {
@@ -29,22 +30,7 @@ ROPE = {
     "mscale_all_dim": 0.7,
     "llama_4_scaling_beta": 0.8,
 }
-TEXT = (
-    BASE
-    | {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 12,
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 3,
-        "q_lora_rank": 14,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 9,
-        "rope_parameters": ROPE,
-    }
-    | NO_TOKENS
-)
+TEXT = BASE | NO_TOKENS | {"rope_parameters": ROPE}
 GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 HALVES = {
     "rope_interleave": False,
@@ -54,27 +40,11 @@ HALVES = {
     "routed_scaling_factor": 1.5,
     "rope_parameters": {name: value for name, value in ROPE.items() if not name.startswith("mscale")},
 }
-MATTERS = {
+MATTERS = LatentConformance.matters | {
     "rope_interleave": False,
-    "n_group": 3,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 3.0,
-    "rms_norm_eps": 0.1,
     "rope_parameters": ROPE | {"llama_4_scaling_beta": 0.4, "partial_rotary_factor": 6 / 14},
 }
-REFUSED = {
-    "hidden_act": "gelu",
-    "attention_bias": True,
-    "mlp_bias": True,
-    "scoring_func": "sigmoid",
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "head_dim": 8,
-    "qk_head_dim": 12,
-    "sliding_window": 5,
-}
+REFUSED = LatentConformance.refused | {"scoring_func": "sigmoid", "num_local_experts": 6, "head_dim": 8}
 
 
 class Mistral4:

@@ -44,10 +44,6 @@ class TestQwen25VL(ImageConformance):
         "vision_config.window_size": 4,
     }
 
-    @pytest.mark.full  # by default of Mistral and Gemma 4
-    def test_rows_of_patches_and_padding_change_nothing(self, made):
-        super().test_rows_of_patches_and_padding_change_nothing(made)
-
 
 @pytest.mark.full
 class TestQwen2VL(ImageConformance):

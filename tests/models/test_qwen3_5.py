@@ -114,10 +114,6 @@ class TestQwen35Images(ImageConformance):
         "vision_config.model_type": "siglip_vision_model",
     }
 
-    @pytest.mark.full  # by default of Mistral and Gemma 4
-    def test_rows_of_patches_and_padding_change_nothing(self, made):
-        super().test_rows_of_patches_and_padding_change_nothing(made)
-
 
 @pytest.mark.full
 class TestQwen35MoEImages(TestQwen35Images):

@@ -45,10 +45,6 @@ class TestQwen3VL(ImageConformance):
         "vision_config.rope_parameters": {"rope_type": "yarn"},
     }
 
-    @pytest.mark.full  # by default of Mistral and Gemma 4
-    def test_rows_of_patches_and_padding_change_nothing(self, made):
-        super().test_rows_of_patches_and_padding_change_nothing(made)
-
     def test_three_positions_of_text_are_one(self, made):
         case, _, model = made("two_added")
         text = np.minimum(case["tokens"], 50)
