@@ -21,7 +21,15 @@ class Transform(nnx.Module):
         rngs: Source of initial values.
     """
 
-    def __init__(self, dim: int, act: Callable, *, norm: nnx.Module | None = None, bias: bool = True, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dim: int,
+        act: Callable,
+        *,
+        norm: nnx.Module | None = None,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
         self.norm, self.act = norm, act
         self.dense = nn.Einsum("...D,ED->...E", (dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
 

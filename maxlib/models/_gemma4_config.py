@@ -252,7 +252,10 @@ _AUDIO = _Encoder(
 FIELDS = Multimodal(
     TEXT,
     {"vision": _VISION, "audio": _AUDIO},
-    model_types={"gemma4": "Gemma4ForConditionalGeneration", "gemma4_unified": "Gemma4UnifiedForConditionalGeneration"},
+    model_types={
+        "gemma4": "Gemma4ForConditionalGeneration",
+        "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    },
     model_type=lambda cfg: "gemma4_unified" if _has_unified(cfg) else "gemma4",
     tied=True,
 )

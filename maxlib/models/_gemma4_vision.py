@@ -136,7 +136,12 @@ _IMAGES = [
     Field("begin_token", "boi_token_id"),
     Field("end_token", "eoi_token_id"),
     *fields.under(
-        "vision_config", [Field("patch_size"), Field("pool", "pooling_kernel_size"), Field("norm_eps", "rms_norm_eps")]
+        "vision_config",
+        [
+            Field("patch_size"),
+            Field("pool", "pooling_kernel_size"),
+            Field("norm_eps", "rms_norm_eps"),
+        ],
     ),
 ]
 VISION = Fields(
@@ -157,7 +162,10 @@ VISION = Fields(
         ),
         fields.axial_theta(100.0, "default"),  # the second as first released
     ],
-    fixed={"vision_config.model_type": "gemma4_vision", "vision_config.hidden_activation": "gelu_pytorch_tanh"},
+    fixed={
+        "vision_config.model_type": "gemma4_vision",
+        "vision_config.hidden_activation": "gelu_pytorch_tanh",
+    },
     fixed_if_present={"vision_config.attention_bias": (False, None)},
     ignored=[  # of processors, or read by nobody
         "vision_config.default_output_length",
@@ -171,7 +179,10 @@ UNIFIED = Fields(
         *_IMAGES,
         *fields.under("vision_config", [Field("dim", "mm_embed_dim"), Field("num_positions", "mm_posemb_size")]),
     ],
-    fixed={"vision_config.model_type": "gemma4_unified_vision", "vision_config.output_proj_dims": lambda c: c.dim},
+    fixed={
+        "vision_config.model_type": "gemma4_unified_vision",
+        "vision_config.output_proj_dims": lambda c: c.dim,
+    },
     fixed_if_present={"vision_config.model_patch_size": lambda c: c.patch_size * c.pool},
     ignored=["vision_config.num_soft_tokens"],  # of the processor
 )

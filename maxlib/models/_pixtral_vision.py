@@ -167,7 +167,13 @@ FIELDS = Fields(
     [
         Computed("kind", _read_kind, _write_kind),
         *fields.under(
-            "vision_config", [*fields.ENCODER, Field("act", "hidden_act"), Field("patch_size"), Field("image_size")]
+            "vision_config",
+            [
+                *fields.ENCODER,
+                Field("act", "hidden_act"),
+                Field("patch_size"),
+                Field("image_size"),
+            ],
         ),
         Computed("merge", _read_merge, _write_merge),
         fields.axial_theta(10_000.0, "default"),  # one name for it before transformers 5.3, another since

@@ -184,7 +184,12 @@ def inputs(tower: Any, cfg: PatchSizes | None) -> dict[str, Any]:
     if cfg is None:
         return {}
     images = nn.vision.PatchInput(
-        tower, tokens=cfg.tokens, merge=cfg.merge, patch_dim=cfg.patch_dim, mrope=cfg.mrope, frame_step=cfg.frame_step
+        tower,
+        tokens=cfg.tokens,
+        merge=cfg.merge,
+        patch_dim=cfg.patch_dim,
+        mrope=cfg.mrope,
+        frame_step=cfg.frame_step,
     )
     return {"images": images}
 

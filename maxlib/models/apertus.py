@@ -103,6 +103,9 @@ _8B = Config(
     rope=Rope(128, 12_000_000.0, _SCALED, max_length=65_536),
 )
 # fmt: on
-PRESETS = {"apertus-8b": _8B, "apertus-70b": replace(_8B, num_layers=80, dim=8192, mlp_dim=43_008, num_heads=64)}
+PRESETS = {
+    "apertus-8b": _8B,
+    "apertus-70b": replace(_8B, num_layers=80, dim=8192, mlp_dim=43_008, num_heads=64),
+}
 
 FAMILY = Family("apertus", Apertus, FIELDS, _table, PRESETS)

@@ -60,7 +60,10 @@ class Cohere(TextDecoder):
 
 
 # transformers' default of the base differs between the generations.
-_ROPES = {"cohere": fields.rope(interleaved=True, default_theta=500_000.0), "cohere2": fields.rope(interleaved=True)}
+_ROPES = {
+    "cohere": fields.rope(interleaved=True, default_theta=500_000.0),
+    "cohere2": fields.rope(interleaved=True),
+}
 
 
 def _has_window(c: Any) -> bool:

@@ -45,7 +45,11 @@ class Gemma(GemmaDecoder):
 
 FIELDS = Fields(
     Config,
-    [*DECODER, fields.rope(), fields.ATTENTION_BIAS],
+    [
+        *DECODER,
+        fields.rope(),
+        fields.ATTENTION_BIAS,
+    ],
     model_types={"gemma": "GemmaForCausalLM"},
     fixed={
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # the first releases say "gelu" and mean its tanh approximation

@@ -45,7 +45,12 @@ class Granite(ScaledDecoder):
 
 FIELDS = Fields(
     Config,
-    [*DECODER, fields.rope(), *fields.MULTIPLIERS, fields.ATTENTION_BIAS],
+    [
+        *DECODER,
+        fields.rope(),
+        *fields.MULTIPLIERS,
+        fields.ATTENTION_BIAS,
+    ],
     model_types={"granite": "GraniteForCausalLM"},
     fixed={"hidden_act": "silu"},
     fixed_if_present={"mlp_bias": False},

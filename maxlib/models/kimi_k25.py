@@ -124,7 +124,14 @@ def _read_merge(hf: Any, c: Any) -> int:
 VISION = Fields(
     Vision,
     [
-        *fields.under("vision_config", [*fields.ENCODER, Field("patch_size"), Field("side", "pos_emb_height")]),
+        *fields.under(
+            "vision_config",
+            [
+                *fields.ENCODER,
+                Field("patch_size"),
+                Field("side", "pos_emb_height"),
+            ],
+        ),
         Computed("merge", _read_merge, lambda merge, cfg: {"vision_config.merge_kernel_size": [merge, merge]}),
         fields.axial_theta(10_000.0),
         Field("projector_eps", "projection_layer_norm_eps"),

@@ -46,7 +46,15 @@ class Block(nn.Layer):
         # Queries are [B, T, N, H], keys and values [B, T, K, H]: N / K query heads share a key head, which makes the KV
         # cache smaller by that factor. Positions only enter here, as rotations of queries and keys.
         self.attn = nn.Attention(
-            D, num_heads=N, num_kv_heads=K, head_dim=H, mask=MASK, rope=cfg.rope, bias=bias, out_bias=bias, rngs=rngs
+            D,
+            num_heads=N,
+            num_kv_heads=K,
+            head_dim=H,
+            mask=MASK,
+            rope=cfg.rope,
+            bias=bias,
+            out_bias=bias,
+            rngs=rngs,
         )
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         # down(silu(gate(x)) * up(x)), [B, T, D] -> [B, T, F] -> [B, T, D] (SwiGLU, Shazeer 2020).
@@ -82,7 +90,14 @@ class Llama(nn.Decoder):
 # Where config.json has each size. A field that it leaves out has the default above, or the one in `absent`.
 FIELDS = Fields(
     Config,
-    [*fields.DECODER, fields.MLP, *fields.ATTENTION, fields.rope(), fields.ATTENTION_BIAS, Field("mlp_bias")],
+    [
+        *fields.DECODER,
+        fields.MLP,
+        *fields.ATTENTION,
+        fields.rope(),
+        fields.ATTENTION_BIAS,
+        Field("mlp_bias"),
+    ],
     model_types={"llama": "LlamaForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads, "norm_eps": 1e-6},

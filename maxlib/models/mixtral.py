@@ -74,6 +74,10 @@ _8X22B = replace(
     _8X7B, num_layers=56, dim=6144, expert_dim=16_384, num_heads=48, rope=Rope(128, 1_000_000.0, max_length=65_536),
 )
 # fmt: on
-PRESETS = {"mixtral-8x7b": _8X7B, "mixtral-8x22b": _8X22B, "mixtral-8x22b-instruct": replace(_8X22B, vocab=32_768)}
+PRESETS = {
+    "mixtral-8x7b": _8X7B,
+    "mixtral-8x22b": _8X22B,
+    "mixtral-8x22b-instruct": replace(_8X22B, vocab=32_768),
+}
 
 FAMILY = Family("mixtral", Mixtral, FIELDS, _table, PRESETS)

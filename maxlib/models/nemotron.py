@@ -69,6 +69,9 @@ _4B = Config(
     rope=Rope(64, max_length=4096),
 )
 # fmt: on
-PRESETS = {"minitron-4b": _4B, "minitron-8b": replace(_4B, dim=4096, mlp_dim=16_384, num_heads=48)}
+PRESETS = {
+    "minitron-4b": _4B,
+    "minitron-8b": replace(_4B, dim=4096, mlp_dim=16_384, num_heads=48),
+}
 
 FAMILY = Family("nemotron", Nemotron, FIELDS, _table, PRESETS)

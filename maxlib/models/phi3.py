@@ -73,12 +73,19 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
 
 FIELDS = Fields(
     Config,
-    [*DECODER, Computed("rope", _read_rope, _ROPE.write), fields.WINDOW],
+    [
+        *DECODER,
+        Computed("rope", _read_rope, _ROPE.write),
+        fields.WINDOW,
+    ],
     model_types={"phi3": "Phi3ForCausalLM"},
     fixed={"hidden_act": "silu"},
     # In Phi-4-mini's config; transformers has none of them.
     fixed_if_present=dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False)
-    | {"full_attn_mod": 1, "interpolate_factor": 1},
+    | {
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 

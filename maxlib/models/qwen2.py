@@ -41,7 +41,11 @@ class Qwen2(TextDecoder):
 
 FIELDS = Fields(
     Config,
-    [*DECODER, fields.rope(), *fields.upper_layers_slide(FULL, absent=28, window=4096)],
+    [
+        *DECODER,
+        fields.rope(),
+        *fields.upper_layers_slide(FULL, absent=28, window=4096),
+    ],
     model_types={"qwen2": "Qwen2ForCausalLM"},
     fixed={"hidden_act": "silu"},
     fixed_if_present={"use_mrope": False},

@@ -40,7 +40,12 @@ class Qwen3(TextDecoder):
 
 FIELDS = Fields(
     Config,
-    [*DECODER, fields.rope(), *fields.upper_layers_slide(FULL, absent=28, window=4096), fields.ATTENTION_BIAS],
+    [
+        *DECODER,
+        fields.rope(),
+        *fields.upper_layers_slide(FULL, absent=28, window=4096),
+        fields.ATTENTION_BIAS,
+    ],
     model_types={"qwen3": "Qwen3ForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"head_dim": 128},

@@ -108,7 +108,11 @@ def _linear_attention(cfg: Config) -> list[Weight]:
         for part, row in (("b", i), ("a", shared + i)):
             table.append(Weight(ba, f"delta.{part}.w", "(K R) D -> N D", {"K": group, "R": row}, {"N": n}))
     keys, values = (cfg.num_key_heads, key), (cfg.num_value_heads, value)
-    return [*table, *names.queries_keys_values(*names.CONV1D, keys=keys, values=values), *names.LINEAR_ATTENTION]
+    return [
+        *table,
+        *names.queries_keys_values(*names.CONV1D, keys=keys, values=values),
+        *names.LINEAR_ATTENTION,
+    ]
 
 
 def _table(cfg: Config) -> Table:

@@ -44,7 +44,11 @@ class Block(PreNorm):
         self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None, added: Float[Array, "B T D"] | None = None
+        self,
+        x: Float[Array, "B T D"],
+        ctx: nn.Context,
+        cache: Any = None,
+        added: Float[Array, "B T D"] | None = None,
     ):
         x, cache, aux = super().__call__(x, ctx, cache)
         return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux

@@ -41,7 +41,13 @@ class SeedOss(TextDecoder):
 
 FIELDS = Fields(
     Config,
-    [*DECODER, fields.rope(), fields.ATTENTION_BIAS, Field("out_bias", "attention_out_bias"), Field("mlp_bias")],
+    [
+        *DECODER,
+        fields.rope(),
+        fields.ATTENTION_BIAS,
+        Field("out_bias", "attention_out_bias"),
+        Field("mlp_bias"),
+    ],
     model_types={"seed_oss": "SeedOssForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"head_dim": 128},

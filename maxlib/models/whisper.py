@@ -76,7 +76,8 @@ class AudioEncoder(nnx.Module):
         table = nn.SinusoidalPositions(D, last_included=True).vectors(jnp.arange(cfg.num_vectors))
         self.positions = nnx.Variable(table, axes=("position", "embed"))  # stored, but not trained
         self.encoder = nn.Encoder(
-            nn.Stack(lambda _, rngs: EncoderBlock(cfg, rngs=rngs), cfg.num_encoder_layers, rngs=rngs), nn.LayerNorm(D)
+            nn.Stack(lambda _, rngs: EncoderBlock(cfg, rngs=rngs), cfg.num_encoder_layers, rngs=rngs),
+            nn.LayerNorm(D),
         )
 
     def __call__(self, frames: Float[Array, "B F M"], *, dtype: Any, remat: nn.remat.Policy = None) -> nn.Encoded:

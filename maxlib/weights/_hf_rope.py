@@ -211,7 +211,13 @@ def _reach(scaling: Any, limit: int | None) -> int | None:
     return limit
 
 
-def write_rope(rope: Rope, *, head_dim: int, whole_heads: bool = False, interleaved: bool = False) -> dict[str, Any]:
+def write_rope(
+    rope: Rope,
+    *,
+    head_dim: int,
+    whole_heads: bool = False,
+    interleaved: bool = False,
+) -> dict[str, Any]:
     """Writes the config fields that describe `rope`, in both spellings, so that transformers 4 and 5 load them.
 
     Args:

@@ -49,7 +49,11 @@ MLA = (
     Field("v_dim", "v_head_dim"),
 )
 # Experts and their router, in Qwen's names.
-EXPERTS = (Field("expert_dim", "moe_intermediate_size"), Field("num_experts"), Field("top_k", "num_experts_per_tok"))
+EXPERTS = (
+    Field("expert_dim", "moe_intermediate_size"),
+    Field("num_experts"),
+    Field("top_k", "num_experts_per_tok"),
+)
 # The same in DeepSeek's names; GROUPS has the fields of its expert groups.
 DEEPSEEK_EXPERTS = (
     Field("expert_dim", "moe_intermediate_size"),
@@ -114,12 +118,19 @@ def rope(name: str = "rope", **spelling: Any) -> Computed:
     """
     spelled = RopeSpelling(**spelling)
     return Computed(
-        name, lambda hf, c: spelled.read(hf, c.head_dim), lambda value, cfg: spelled.write(value, cfg.head_dim)
+        name,
+        lambda hf, c: spelled.read(hf, c.head_dim),
+        lambda value, cfg: spelled.write(value, cfg.head_dim),
     )
 
 
 def layer_rope(
-    name: str, layer_type: str, head_dim: Callable[[Any], int], usual: Callable[[int], Any], *, length: int = 131_072
+    name: str,
+    layer_type: str,
+    head_dim: Callable[[Any], int],
+    usual: Callable[[int], Any],
+    *,
+    length: int = 131_072,
 ) -> Computed:
     """Makes the entry for the rotary embedding of one layer type, for families that are only in transformers 5.
 
@@ -133,7 +144,12 @@ def layer_rope(
 
     def read(hf: HFConfig, c: Any) -> Any:
         stored = read_rope(
-            hf, head_dim=head_dim(c), default_length=length, layer_type=layer_type, theta_field="", scaling_field=None
+            hf,
+            head_dim=head_dim(c),
+            default_length=length,
+            layer_type=layer_type,
+            theta_field="",
+            scaling_field=None,
         )
         if hf.take("rope_parameters", None, kind=dict):
             return stored

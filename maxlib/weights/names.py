@@ -101,7 +101,10 @@ def norms(**hf_names: str) -> list[Weight]:
 # Norms before each branch.
 NORMS = (*norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm"),)
 # The same as LayerNorms.
-LAYER_NORMS = (*layer_norm("input_layernorm", "attn_norm"), *layer_norm("post_attention_layernorm", "mlp_norm"))
+LAYER_NORMS = (
+    *layer_norm("input_layernorm", "attn_norm"),
+    *layer_norm("post_attention_layernorm", "mlp_norm"),
+)
 # Norms before and after each branch.
 SANDWICH_NORMS = (
     *norms(attn_norm="input_layernorm", attn_post_norm="post_attention_layernorm"),

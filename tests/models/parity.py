@@ -77,7 +77,10 @@ def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
     top = {name: value for name, value in rope.items() if name in ("rope_theta", "partial_rotary_factor")}
     scaling = {name: value for name, value in rope.items() if name not in top}
     rest = {name: value for name, value in config.items() if name != "rope_parameters"}
-    return rest | {**top, "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling}
+    return rest | {
+        **top,
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
+    }
 
 
 def images(case: dict[str, Any]) -> nn.vision.Patches | None:

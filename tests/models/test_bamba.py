@@ -27,6 +27,10 @@ class TestBamba(Conformance):
             "time_step_limit": [0.3, 0.9],
         },
     }
-    matters = {"rms_norm_eps": 0.1, "time_step_limit": [0.5, 0.9], "rope_parameters": ROPE | {"rope_theta": 5e5}}
+    matters = {
+        "rms_norm_eps": 0.1,
+        "time_step_limit": [0.5, 0.9],
+        "rope_parameters": ROPE | {"rope_theta": 5e5},
+    }
     refused = Conformance.refused | {"mamba_n_heads": 5, "partial_rotary_factor": 1.0}
     windows = {"hybrid": {SEQ, 3, 4}, "tied_biases": {SEQ, 2, 4}}

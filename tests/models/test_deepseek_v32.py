@@ -20,7 +20,12 @@ class TestDeepSeekV32(LatentConformance):
         "index_topk": 7,
     }
     cases = {
-        "groups": {"num_hidden_layers": 4, "first_k_dense_replace": 2, "n_shared_experts": 2, "vocab_size": 53},
+        "groups": {
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "vocab_size": 53,
+        },
         "tied_scaled": {
             "first_k_dense_replace": 1,
             "tie_word_embeddings": True,

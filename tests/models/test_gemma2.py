@@ -10,7 +10,12 @@ class TestGemma2(Conformance):
     family = "gemma2"
     config = "Gemma2Config"
     # transformers' embeddings give the padding token no gradient.
-    base = BASE | {"head_dim": 12, "pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 7}
+    base = BASE | {
+        "head_dim": 12,
+        "pad_token_id": None,
+        "num_hidden_layers": 4,
+        "sliding_window": 7,
+    }
     cases = {
         "soft_caps": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
         "no_soft_caps": {

@@ -12,7 +12,12 @@ class TestGLM4MoE(Conformance):
     family = "glm4_moe"
     config = "Glm4MoeConfig"
     stated = {"hidden_size": 768}
-    base = BASE | {"moe_intermediate_size": 12, "n_routed_experts": 12, "num_experts_per_tok": 3, "head_dim": 12}
+    base = BASE | {
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "head_dim": 12,
+    }
     cases = {
         "groups_norms": {
             "num_hidden_layers": 4,

@@ -3,7 +3,12 @@
 from tests.models import conformance
 from tests.models.conformance import YARN, Conformance
 
-FACTORED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 4.0}
+FACTORED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 4.0,
+}
 MATTERS = {
     "embedding_multiplier": 2.0,
     "attention_multiplier": 0.5,

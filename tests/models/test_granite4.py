@@ -9,7 +9,12 @@ from maxlib.models.granite4 import FULL, MAMBA
 from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, SEQ, Conformance
 
-FACTORED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 4.0}
+FACTORED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 4.0,
+}
 # Heads of 16, and a state of another size.
 SIZES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}

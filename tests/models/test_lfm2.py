@@ -50,7 +50,11 @@ class TestLFM2Experts(Conformance):
             "norm_topk_prob": False,
         },
     }
-    matters = TestLFM2.matters | {"num_experts_per_tok": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5}
+    matters = TestLFM2.matters | {
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 2.5,
+    }
     refused = {"layer_types": [CONV, "chunked", FULL]}
     windows = {"experts": {SEQ, 2}, "unbiased_experts": {SEQ, 2}}
 

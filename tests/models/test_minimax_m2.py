@@ -13,7 +13,12 @@ class TestMiniMaxM2(Conformance):
     }
     cases = {
         "half_turned": {"head_dim": 12, "rotary_dim": 6, "vocab_size": 53},
-        "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8, "rope_parameters": YARN},
+        "tied": {
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "rope_parameters": YARN,
+        },
     }
     matters = {
         "num_experts_per_tok": 2,

@@ -23,7 +23,11 @@ class TestMistral(Conformance):
         },
     }
     windows = {"windowed": {4}}
-    matters = {"sliding_window": 6, "rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    matters = {
+        "sliding_window": 6,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
     refused = Conformance.refused | {"attention_bias": True, "layer_types": ["sliding_attention"] * 3}
 
 
@@ -42,7 +46,11 @@ class TestMinistral3(Conformance):
     config = "Ministral3Config"
     base = BASE | {"head_dim": 10} | NO_TOKENS
     cases = {"ministral3": {"vocab_size": 53, "rope_parameters": SHARPENED}}
-    matters = {"sliding_window": 6, "rms_norm_eps": 0.1, "rope_parameters": SHARPENED | {"llama_4_scaling_beta": 0.4}}
+    matters = {
+        "sliding_window": 6,
+        "rms_norm_eps": 0.1,
+        "rope_parameters": SHARPENED | {"llama_4_scaling_beta": 0.4},
+    }
     refused = Conformance.refused | {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1},

@@ -12,7 +12,12 @@ from tests.models.conformance import BASE, NO_TOKENS, SEQ, Conformance
 
 # Heads of values are others than those of keys. All keys are as wide as all values: transformers writes the convolution
 # in equal thirds, and its files are else not those of the release.
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 6}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 6,
+}
 NOPE = {"rope_type": "default", "rope_theta": None}
 
 

@@ -44,7 +44,10 @@ class TestQwen35(Conformance):
             "rope_parameters": DEFAULT | MROPE | {"partial_rotary_factor": 1.0},
         },
     }
-    matters = {"rms_norm_eps": 0.1, "rope_parameters": ROPE | {"rope_theta": 5e5}}
+    matters = {
+        "rms_norm_eps": 0.1,
+        "rope_parameters": ROPE | {"rope_theta": 5e5},
+    }
     refused = Conformance.refused | {
         "attn_output_gate": False,
         "use_sliding_window": True,
@@ -96,7 +99,10 @@ class TestQwen35Images(ImageConformance):
     text_base = TestQwen35.base | {"rope_parameters": SECTIONS}
     cases = {
         "images": {"text": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}},
-        "images_tied": {"text": {"num_hidden_layers": 5, "tie_word_embeddings": True}, "tie_word_embeddings": True},
+        "images_tied": {
+            "text": {"num_hidden_layers": 5, "tie_word_embeddings": True},
+            "tie_word_embeddings": True,
+        },
     }
     matters = {
         "text_config.rms_norm_eps": 0.1,

@@ -14,5 +14,9 @@ class TestStarCoder2(Conformance):
         "untied_without_biases": {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1},
     }
     windows = {"windowed": {5}}
-    matters = {"sliding_window": 6, "norm_epsilon": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    matters = {
+        "sliding_window": 6,
+        "norm_epsilon": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
     refused = Conformance.refused | {"norm_type": "rms_norm"}

@@ -88,14 +88,29 @@ def test_truncated_files_are_refused(keep, tmp_path):
         find_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("entry", ['{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}', "not json"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}',
+        "not json",
+    ],
+)
 def test_corrupt_headers_are_refused(entry, tmp_path):
     (tmp_path / SINGLE).write_bytes(len(entry).to_bytes(8, "little") + entry.encode() + bytes(24))
     with pytest.raises(ValueError, match="truncated or corrupt"):
         find_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+        "\udcff",
+    ],
+)
 def test_corrupt_indices_are_refused(content, tmp_path):
     (tmp_path / INDEX).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=rf"{INDEX} must be a JSON object whose weight_map"):

@@ -54,7 +54,10 @@ def old(kind: str) -> dict:
 def new(kind: str) -> dict:
     """As transformers 5 writes it."""
     scaling, limit, _ = ROPES[kind]
-    return {"max_position_embeddings": limit, "rope_parameters": {"rope_type": kind, "rope_theta": 5e5, **scaling}}
+    return {
+        "max_position_embeddings": limit,
+        "rope_parameters": {"rope_type": kind, "rope_theta": 5e5, **scaling},
+    }
 
 
 def read(data: dict, **kwargs) -> Rope:
@@ -279,7 +282,10 @@ def test_layer_types_rotate_differently():
         ({"rope_parameters": {"rope_type": "mrope"}}, "rope_type must be one of default, linear, .*got 'mrope'"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters.factor must be given for this rope_type"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, r"factor must be of type float, got \"2\""),
-        ({"rope_parameters": {"rope_type": "linear", "factor": -2}}, "'linear' has invalid numbers: LinearScaling.fac"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": -2}},
+            "'linear' has invalid numbers: LinearScaling.fac",
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": 1e308}}, "'linear' has invalid numbers"),
         ({"rope_parameters": {"factor": 2.0}}, r"rope_parameters.factor = 2.0"),  # the default type has no factor
         ({"rope_parameters": {"mrope_section": [1, 2]}}, r"rope_parameters.mrope_section = \[1, 2\]"),

@@ -193,7 +193,8 @@ class Windowed:
 
 
 WINDOWED = Fields(
-    Windowed, [Field("num_layers", "num_hidden_layers"), *fields.upper_layers_slide(FULL, absent=1, window=9)]
+    Windowed,
+    [Field("num_layers", "num_hidden_layers"), *fields.upper_layers_slide(FULL, absent=1, window=9)],
 )
 
 

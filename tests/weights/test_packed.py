@@ -57,7 +57,10 @@ COMPRESSED = {
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 24]},
     ),
-    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ),
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
 }
 
@@ -74,10 +77,11 @@ def compressed(name):
     scheme = library.quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
     random = torch.Generator().manual_seed(0)
     O, I = SHAPE
-    groups = {"tensor": (1,), "channel": (O, 1), "block": (-(-O // 32), -(-I // 24))}.get(settings["strategy"]) or (
-        O,
-        I // settings["group_size"],
-    )
+    groups = {
+        "tensor": (1,),
+        "channel": (O, 1),
+        "block": (-(-O // 32), -(-I // 24)),
+    }.get(settings["strategy"]) or (O, I // settings["group_size"])
     scale = (torch.rand(groups, generator=random) + 0.1).to(torch.bfloat16)
     if name == "mxfp4":
         scale = 2.0 ** torch.randint(-4, 2, groups, generator=random).to(torch.bfloat16)
