@@ -229,31 +229,29 @@ def attention(
     )
 
 
-def latent_attention(
-    cfg: LatentSizes, *, temperature: Callable[[Array], Array] | None = None, rngs: nnx.Rngs
-) -> nn.MLA:
-    """Makes latent attention with the sizes of `cfg`.
+def latent_attention(cfg: LatentSizes, kind: Any = nn.MLA, *, rope: Rope | None, rngs: nnx.Rngs, **options: Any) -> Any:
+    """Makes latent attention of a `kind` with the sizes of `cfg`; other arguments are those of `nn.MLA`.
 
     All heads compute keys and values from one latent per token, [B, T, kv_rank]. The cache stores only this latent and
     one rotary key, [B, T, rope.dim]. A query has `nope_dim` dimensions without rotation, then `rope.dim` rotated ones.
     """
-    return nn.MLA(
+    return kind(  # the norms of the latents have the default epsilon, independent of `norm_eps`
         cfg.dim,
         num_heads=cfg.num_heads,
         q_rank=cfg.q_rank,
         kv_rank=cfg.kv_rank,
         nope_dim=cfg.nope_dim,
         v_dim=cfg.v_dim,
-        rope=cfg.rope,
-        scale=latent_scale(cfg),
-        temperature=temperature,
-        rngs=rngs,  # the norms of the latents have the default epsilon, independent of `norm_eps`
+        rope=rope,
+        scale=None if rope is None else latent_scale(cfg.nope_dim, rope),
+        rngs=rngs,
+        **options,
     )
 
 
-def latent_scale(cfg: LatentSizes) -> float:
+def latent_scale(nope_dim: int, rope: Rope) -> float:
     """Returns the factor on the scores of latent attention."""
-    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
+    scale, scaling = (nope_dim + rope.dim) ** -0.5, rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     return scale

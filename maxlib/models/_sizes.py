@@ -83,6 +83,12 @@ class LatentSizes(Sizes):
     kv_rank: int
     nope_dim: int
     v_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedLatentSizes(LatentSizes):
+    """The same with a rotation of the part of keys that all heads share."""
+
     rope: Rope
 
 

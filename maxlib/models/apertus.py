@@ -86,7 +86,7 @@ FIELDS = Fields(
     ],
     model_types={"apertus": "ApertusForCausalLM"},
     fixed={"hidden_act": "xielu"},
-    fixed_if_present={"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    fixed_if_present={"post_norm": False, "qk_norm": True},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 

@@ -76,7 +76,7 @@ FIELDS = Fields(
     model_types={"bamba": "BambaForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": 8, "head_dim": fields.equal_heads, "mamba_state": 256},
-    null={"num_kv_heads": fields.num_heads, "attention_layers": ()},
+    null={"attention_layers": ()},
 )
 
 

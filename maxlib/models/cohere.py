@@ -114,7 +114,6 @@ FIELDS = Fields(
         "use_parallel_block": True,
     },
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

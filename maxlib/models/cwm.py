@@ -61,7 +61,6 @@ FIELDS = Fields(
     model_types={"cwm": "CwmForCausalLM"},
     fixed={"hidden_act": "silu", "mlp_bias": False},
     absent={"num_kv_heads": 8, "head_dim": 128},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 # fmt: off

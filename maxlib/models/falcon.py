@@ -89,7 +89,6 @@ FIELDS = Fields(
     fixed={"activation": "gelu", "alibi": False, "parallel_attn": True},
     ignored=("apply_residual_connection_post_layernorm",),  # in releases, read by nothing
     absent={"mlp_dim": lambda c: 4 * c.dim},
-    null={"mlp_dim": lambda c: 4 * c.dim},
 )
 
 

@@ -151,10 +151,9 @@ FIELDS = Fields(
     ],
     model_types={"falcon_h1": "FalconH1ForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"mamba_use_mlp": True, "attn_layer_indices": None, "sliding_window": None},
+    fixed_if_present={"mamba_use_mlp": True},
     ignored=("mlp_expansion_factor", "expansion_factor"),  # of code that transformers does not have
     absent={"num_kv_heads": 8, "head_dim": fields.equal_heads, "mamba_state": 256},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

@@ -127,11 +127,7 @@ TEXT = Fields(
     ],
     model_types={"gemma3_text": "Gemma3ForCausalLM"},
     fixed={"hidden_activation": GELU},
-    fixed_if_present={
-        "hidden_act": GELU,
-        "attn_logit_softcapping": (None, False),
-        "final_logit_softcapping": (None, False),
-    },
+    fixed_if_present={"hidden_act": GELU},
     ignored=["_sliding_window_pattern"],  # transformers 5 writes it beside layer_types, and never reads it
     absent={
         "vocab": 262_208,

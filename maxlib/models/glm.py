@@ -55,7 +55,6 @@ FIELDS = Fields(
     model_type=lambda cfg: "glm4" if cfg.post_norms else "glm",
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": 2, "head_dim": 128},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

@@ -37,7 +37,7 @@ FIELDS = Fields(
     ],
     model_types={"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
     fixed={"hidden_act": "silu", "attention_bias": False, "num_key_value_heads": fields.num_heads},
-    fixed_if_present={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1},
+    fixed_if_present={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     absent={"q_rank": 768},
 )
 

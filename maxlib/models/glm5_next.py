@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _glm5_next_files as files
 from maxlib.models import _glm5_next_vision as vision
-from maxlib.models._layers import TextDecoder, kimi_delta_attention, sigmoid_router
-from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes
+from maxlib.models._layers import TextDecoder, kimi_delta_attention, latent_attention, sigmoid_router
+from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes, LatentSizes
 from maxlib.models._vision import PatchReader
 from maxlib.weights import Family, Field, Fields, Multimodal, fields
 
@@ -20,14 +20,11 @@ LINEAR, INDEXED = files.LINEAR, files.INDEXED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertSizes, KimiDeltaSizes):
+class Config(ExpertSizes, KimiDeltaSizes, LatentSizes):
     """Sizes of a GLM-5.3-Flash; `PRESETS` has the published one."""
 
     layer_types: tuple[str, ...] | None = None  # LINEAR or INDEXED for each layer; None: every fourth is INDEXED
     q_rank: int
-    kv_rank: int
-    nope_dim: int
-    v_dim: int
     lower_bound: float | None = -5.0  # of the log decay of linear attention
     index_heads: int
     index_dim: int
@@ -94,15 +91,11 @@ def _connection(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperConnection:
 
 def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
     # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, and an index key with its gates.
-    return nn.SparseMLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
+    return latent_attention(
+        cfg,
+        nn.SparseMLA,
         rope=None,
         shared_dim=0,
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
         norm_eps=cfg.norm_eps,
         index_heads=cfg.index_heads,
         index_dim=cfg.index_dim,

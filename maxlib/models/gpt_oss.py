@@ -78,7 +78,6 @@ FIELDS = Fields(
         "quantization_config.dequantize",
     ],
     absent={"num_kv_heads": 8, "head_dim": 64},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

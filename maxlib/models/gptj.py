@@ -70,7 +70,6 @@ FIELDS = Fields(
     fixed={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},  # two names of one formula
     ignored=("scale_attn_weights", "rotary", "n_ctx"),  # of early versions
     absent={"mlp_dim": lambda c: 4 * c.dim},
-    null={"mlp_dim": lambda c: 4 * c.dim},
 )
 
 

@@ -53,7 +53,6 @@ FIELDS = Fields(
     ],
     model_types={"granite": "GraniteForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"mlp_bias": False},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads, "norm_eps": 1e-6},
 )
 

@@ -124,7 +124,7 @@ FIELDS = Fields(
     ],
     model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"mlp_bias": False, "normalization_function": "rmsnorm"},
+    fixed_if_present={"normalization_function": "rmsnorm"},
     absent={
         "shared_dim": 1024,
         "num_experts": 8,

@@ -9,24 +9,21 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models import _sizes as sizes
-from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, kimi_delta_attention
-from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes, mixtral_experts
+from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, kimi_delta_attention, latent_attention
+from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes, LatentSizes, mixtral_experts
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertSizes, KimiDeltaSizes):
+class Config(ExpertSizes, KimiDeltaSizes, LatentSizes):
     """Sizes of a Kimi Linear; `PRESETS` has the published one."""
 
     # LINEAR or FULL for each layer; None: every fourth and the last are FULL.
     layer_types: tuple[str, ...] | None = None
     q_rank: int | None = None  # None: queries have no latent
-    kv_rank: int
-    nope_dim: int
     shared_dim: int  # of each key, the part that heads share; it is not rotated
-    v_dim: int
     norm_eps: float = 1e-5
     max_length: int = 1_048_576
 
@@ -44,8 +41,11 @@ class Block(PreNorm):
 
     def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn: Any = _latent(cfg, rngs=rngs) if kind == FULL else None
-        self.delta: Any = kimi_delta_attention(cfg, rngs=rngs) if kind == LINEAR else None
+        # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, beside one key of 64. The order of tokens
+        # is known to the states of other layers only.
+        attend = kind == FULL
+        self.attn: Any = latent_attention(cfg, rope=None, shared_dim=cfg.shared_dim, rngs=rngs) if attend else None
+        self.delta: Any = None if attend else kimi_delta_attention(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else deepseek_experts(cfg, rngs=rngs)
@@ -54,22 +54,6 @@ class Block(PreNorm):
 def _pattern(num_layers: int) -> tuple[str, ...]:
     # Every fourth attends, and the last one.
     return tuple(FULL if (i + 1) % 4 == 0 or i + 1 == num_layers else LINEAR for i in range(num_layers))
-
-
-def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, beside one key of 64. The order of tokens
-    # is known to the states of other layers only. The norms of the latents have the default epsilon.
-    return nn.MLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
-        rope=None,
-        shared_dim=cfg.shared_dim,
-        rngs=rngs,
-    )
 
 
 class KimiLinear(TextDecoder):
@@ -148,12 +132,7 @@ FIELDS = Fields(
         "tie_word_embeddings": False,
         "num_key_value_heads": fields.num_heads,
     },
-    fixed_if_present={
-        "mla_use_nope": True,
-        "moe_router_activation_func": "sigmoid",
-        "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
-    },
+    fixed_if_present={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0},
     # Nothing is rotated; heads have the widths of `qk_nope_head_dim` and so on; with one group the choice is the same.
     ignored=("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "qk_head_dim", "use_grouped_topk"),
     absent={"num_shared": 1, "routed_scale": 2.446},

@@ -92,7 +92,6 @@ FIELDS = Fields(
         *("mlp_ratio", "precision", "rope_full_precision"),
     ),
     absent={"tied": True},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

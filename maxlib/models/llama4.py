@@ -187,13 +187,7 @@ TEXT = Fields(
         "chunk": 8192,
         "num_experts": 16,
     },
-    null={
-        "num_kv_heads": fields.num_heads,
-        "head_dim": fields.equal_heads,
-        # To transformers a null means that there is none.
-        "chunk": fields.REQUIRED,
-        "qk_norm": fields.REQUIRED,
-    },
+    null={"chunk": fields.REQUIRED, "qk_norm": fields.REQUIRED},  # to transformers a null means that there is none
 )
 FIELDS = fields.Multimodal(
     TEXT,

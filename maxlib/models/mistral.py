@@ -99,7 +99,6 @@ TEXT = Fields(
         "window": lambda c: None if c.ministral else 4096,
         "norm_eps": lambda c: 1e-5 if c.ministral else 1e-6,
     },
-    null={"num_kv_heads": fields.num_heads},
 )
 FIELDS = Multimodal(
     TEXT, {"vision": vision.FIELDS}, model_types=shared.VISION_TYPES, model_type=lambda cfg: cfg.vision.kind

@@ -55,7 +55,6 @@ FIELDS = Fields(
     model_types={"mixtral": "MixtralForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"head_dim": fields.equal_heads, "num_experts": 8, "top_k": 2},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

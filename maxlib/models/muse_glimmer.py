@@ -128,7 +128,7 @@ TEXT = Fields(
     ],
     model_types={"muse_glimmer_text": "MuseGlimmerForConditionalGeneration"},
     fixed={"hidden_activation": "silu", "attention_bias": False},
-    fixed_if_present={"hidden_act": "silu", "attn_logit_softcapping": None, "mlp_bias": False},
+    fixed_if_present={"hidden_act": "silu"},
     absent={"head_dim": 128, "logit_scale": 0.19611613513818404},
 )
 

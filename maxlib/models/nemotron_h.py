@@ -168,7 +168,7 @@ FIELDS = Fields(
         "attention_bias": False,
         "tie_word_embeddings": False,
     },
-    fixed_if_present={"sliding_window": None, "residual_in_fp32": False, "n_shared_experts": 1},
+    fixed_if_present={"residual_in_fp32": False, "n_shared_experts": 1},
     ignored=(
         # Of the algorithm and of training; time_step_min alone is a limit, in transformers too.
         *("chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "time_step_limit", "time_step_max"),

@@ -57,7 +57,6 @@ FIELDS = Fields(
     model_types={"olmo": "OlmoForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 # fmt: off

@@ -90,7 +90,6 @@ FIELDS = Fields(
     model_types={"olmoe": "OlmoeForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

@@ -52,7 +52,6 @@ FIELDS = Fields(
     model_types={"phi": "PhiForCausalLM"},
     fixed={"hidden_act": ("gelu_new", "gelu_pytorch_tanh"), "qk_layernorm": False},
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

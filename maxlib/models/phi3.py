@@ -80,12 +80,7 @@ FIELDS = Fields(
     ],
     model_types={"phi3": "Phi3ForCausalLM"},
     fixed={"hidden_act": "silu"},
-    # In Phi-4-mini's config; transformers has none of them.
-    fixed_if_present=dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False)
-    | {
-        "full_attn_mod": 1,
-        "interpolate_factor": 1,
-    },
+    fixed_if_present={"full_attn_mod": 1, "interpolate_factor": 1},  # of Phi-4-mini; transformers has neither
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 

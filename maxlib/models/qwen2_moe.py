@@ -57,10 +57,9 @@ FIELDS = Fields(
     model_types={"qwen2_moe": "Qwen2MoeForCausalLM"},
     fixed={"hidden_act": "silu"},
     # With windows, transformers 4 and 5 disagree on which layers slide; no release has them.
-    fixed_if_present={"use_sliding_window": False, "layer_types": lambda c: ["full_attention"] * c.num_layers},
+    fixed_if_present={"layer_types": lambda c: ["full_attention"] * c.num_layers},
     ignored=("sliding_window", "max_window_layers"),  # of models with windows
     absent={"num_kv_heads": 16, "head_dim": fields.equal_heads, "expert_dim": 1408, "shared_dim": 5632},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

@@ -107,10 +107,9 @@ TEXT = Fields(
     model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
     # With windows, versions of transformers disagree on which layers slide; no release has them.
-    fixed_if_present={"use_sliding_window": False, "layer_types": lambda c: ["full_attention"] * c.num_layers},
+    fixed_if_present={"layer_types": lambda c: ["full_attention"] * c.num_layers},
     ignored=("sliding_window", "max_window_layers"),  # of models with windows
     absent={"norm_eps": 1e-5},
-    null={"num_kv_heads": fields.num_heads},
 )
 # Names of the text's fields, which releases have at the top.
 FLAT = {

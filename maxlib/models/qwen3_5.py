@@ -139,11 +139,7 @@ TEXT = Fields(
     model_types={f"{DENSE}_text": "Qwen3_5ForCausalLM", f"{SPARSE}_text": "Qwen3_5MoeForCausalLM"},
     model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
-    fixed_if_present={
-        "attn_output_gate": True,
-        "mlp_only_layers": ([],),
-        "mtp_use_dedicated_embeddings": False,
-    },
+    fixed_if_present={"attn_output_gate": True, "mtp_use_dedicated_embeddings": False},
     ignored=["mamba_ssm_dtype"],  # the dtype of the state
     absent={"head_dim": 256, "num_value_heads": 32},
 )

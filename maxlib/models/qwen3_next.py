@@ -91,7 +91,6 @@ FIELDS = Fields(
     ],
     model_types={"qwen3_next": "Qwen3NextForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"use_sliding_window": False},
 )
 
 

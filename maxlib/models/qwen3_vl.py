@@ -104,16 +104,9 @@ TEXT = Fields(
     model_types={f"{DENSE}_text": "Qwen3VLTextModel", f"{SPARSE}_text": "Qwen3VLMoeTextModel"},
     model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
-    fixed_if_present={
-        # transformers renormalises weights of experts whatever the releases say of it.
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": ([],),
-        "use_sliding_window": False,
-        "sliding_window": None,
-    },
+    # transformers renormalises weights of experts whatever the releases say of it.
+    fixed_if_present={"norm_topk_prob": True},
     absent={"vocab": 151_936, "head_dim": lambda c: 128 if c.num_experts is None else c.dim // c.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 FIELDS = Multimodal(
     TEXT,

@@ -14,6 +14,20 @@ Values = Mapping[str, Any]
 Default = Any
 
 
+def num_heads(c: Any) -> int:
+    """Returns `num_heads`: what a null `num_key_value_heads` means, and in many families an absent one."""
+    return c.num_heads
+
+
+def equal_heads(c: Any) -> int:
+    """Returns `dim / num_heads`: what a null `head_dim` means, and in many families an absent one."""
+    return c.dim // c.num_heads
+
+
+# What null means in every family.
+NULL: Mapping[str, Default] = {"num_key_value_heads": num_heads, "head_dim": equal_heads}
+
+
 @dataclass(frozen=True)
 class Field:
     """A field of the configuration that config.json has under one name.
@@ -68,7 +82,7 @@ class Fields:
         ignored: Names of fields without effect in this family. Say why in a comment.
         absent: What it means if config.json omits a field: a value, a function of the preceding fields or
             `weights.REQUIRED`. By default the default of the configuration; a field without one is required.
-        null: The same for null, which means by default what absence means.
+        null: The same for null, which means by default what absence means, or what `NULL` says.
 
     Raises TypeError for an entry, `absent` or `null` of a name that the configuration does not have.
     """
@@ -115,7 +129,7 @@ class Fields:
         require(hf, self.fixed | _present(hf, self.fixed_if_present), cfg)
 
     def _take(self, entry: Field, hf: HFConfig, c: Any, hint: Any) -> Any:
-        absent, null = self._absent(entry.name), self.null.get(entry.name, dataclasses.MISSING)
+        absent, null = self._absent(entry.name), self.null.get(entry.name, NULL.get(entry.hf_name, dataclasses.MISSING))
         parent, last = _locate(hf, entry.hf_name)
         kind, optional = _kind(hint)
         if null is REQUIRED and last in parent:

@@ -84,6 +84,14 @@ HARMLESS_VALUES = {
     "tie_encoder_decoder": False,
     "pruned_heads": {},
     "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "lm_head_bias": False,
+    "attn_logit_softcapping": False,
+    "final_logit_softcapping": False,
+    "moe_layer_freq": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 # Only harmless if another field has the same value: an older name of it.
 HARMLESS_COPIES = {"max_sequence_length": "max_position_embeddings"}

@@ -15,6 +15,8 @@ from maxlib.weights._fields import Default, Values
 from maxlib.weights._fields import Field as Field
 from maxlib.weights._fields import Fields as Fields
 from maxlib.weights._fields import Multimodal as Multimodal
+from maxlib.weights._fields import equal_heads as equal_heads
+from maxlib.weights._fields import num_heads as num_heads
 from maxlib.weights._hf_config import REQUIRED as REQUIRED
 from maxlib.weights._hf_config import HFConfig as HFConfig
 from maxlib.weights._hf_rope import RopeSpelling as RopeSpelling
@@ -93,16 +95,6 @@ def decoder(norm_eps: str) -> list[Field]:
 def without(entries: Sequence[Field], *names: str) -> list[Field]:
     """Lists the entries of all fields but those of the configuration's `names`."""
     return [entry for entry in entries if entry.name not in names]
-
-
-def num_heads(c: Any) -> int:
-    """Returns `num_heads`: what an absent or null `num_key_value_heads` means in many families."""
-    return c.num_heads
-
-
-def equal_heads(c: Any) -> int:
-    """Returns `dim / num_heads`: what an absent `head_dim` means in many families."""
-    return c.dim // c.num_heads
 
 
 # For models whose heads always have the usual width.
