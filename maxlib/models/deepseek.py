@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
-from maxlib.models._sizes import ExpertSizes, RotatedLatentSizes, MTPSizes, mtp_table
+from maxlib.models._sizes import ExpertSizes, MTPSizes, RotatedLatentSizes, mtp_table
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 

@@ -41,8 +41,8 @@ class Block(PreNorm):
 
     def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, beside one key of 64. The order of tokens
-        # is known to the states of other layers only.
+        # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, and one key of 64. Only the states of
+        # other layers know the order of tokens.
         attend = kind == FULL
         self.attn: Any = latent_attention(cfg, rope=None, shared_dim=cfg.shared_dim, rngs=rngs) if attend else None
         self.delta: Any = None if attend else kimi_delta_attention(cfg, rngs=rngs)

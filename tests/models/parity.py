@@ -26,12 +26,7 @@ EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ f
 NORM = re.compile(r"norm|LayerNorm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
 SECONDS_PER_GRID = 0.7  # between frames of videos
 MASKED, SEQ2SEQ = ("bert", "roberta", "modernbert"), ("t5", "t5gemma")  # values of model_type
-# Tests with images or sound compare live, or have their cases in the file of their family.
-FAMILIES = sorted(
-    path.stem.removeprefix("test_")
-    for path in GOLDEN.parent.glob("test_*.py")
-    if not path.stem.endswith(("_images", "_audio"))
-)
+FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 
 
 def tensors(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
