@@ -30,15 +30,6 @@ class LatentConformance(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused: ClassVar = Conformance.refused | {
-        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-        "attention_bias": True,
-        "mlp_bias": True,
-        "scoring_func": "softmax",
-        "topk_method": "greedy",
-        "num_key_value_heads": 2,
-        "qk_head_dim": 12,
-        "sliding_window": 5,
-    }
+    refused: ClassVar = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
     rules = Conformance.rules | {"expert": "data"}
     slot_axis = -2  # [rows, slots, latent]

@@ -30,11 +30,3 @@ class TestApertus(Conformance):
         },
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": LLAMA3 | {"factor": 2.0}}
-    refused = {
-        "hidden_act": "silu",
-        "attn_logit_softcapping": 50.0,
-        "mlp_bias": True,
-        "post_norm": True,
-        "qk_norm": False,
-        "sliding_window": 5,
-    }

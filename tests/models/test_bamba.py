@@ -32,5 +32,5 @@ class TestBamba(Conformance):
         "time_step_limit": [0.5, 0.9],
         "rope_parameters": ROPE | {"rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"mamba_n_heads": 5, "partial_rotary_factor": 1.0}
+    refused = {"mamba_n_heads": 5}
     windows = {"hybrid": {SEQ, 3, 4}, "tied_biases": {SEQ, 2, 4}}

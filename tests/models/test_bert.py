@@ -24,12 +24,6 @@ class TestBert(EncoderConformance):
         "roberta": {"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1, "type_vocab_size": 1},
     }
     matters = {"layer_norm_eps": 0.1, "num_attention_heads": 2}
-    refused = {
-        "hidden_act": "relu",
-        "tie_word_embeddings": False,
-        "attn_logit_softcapping": 50.0,
-        "position_embedding_type": "relative_key",
-    }
     zero_gradients = r"key\.bias"  # the same number is added to all scores of a query
     test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
 

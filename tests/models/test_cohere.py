@@ -44,4 +44,3 @@ class TestCohere2(Conformance):
         "layer_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"use_qk_norm": True, "use_parallel_block": False}

@@ -29,7 +29,6 @@ class TestCWM(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": PLAIN,
     }
-    refused = Conformance.refused | {"mlp_bias": True}
 
     @pytest.mark.full
     def test_transformers_opens_the_export(self, name, made, tmp_path):

@@ -33,15 +33,6 @@ BASE = {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
 }
-REFUSED = {
-    "hidden_act": "gelu",
-    "attention_bias": True,
-    "moe_layer_freq": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "qk_head_dim": 12,
-    "index_topk": 2048,  # DeepSeek V3.2
-}
 
 
 class DeepSeek(Conformance):
@@ -71,7 +62,6 @@ class TestV2(DeepSeek):
         "rms_norm_eps": 0.1,
         "rope_parameters": YARN | {"mscale_all_dim": 0.3},
     }
-    refused = REFUSED | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "mlp_bias": True}
 
 
 class TestV3(DeepSeek):
@@ -99,7 +89,6 @@ class TestV3(DeepSeek):
         "norm_topk_prob": False,
         "rope_interleave": False,
     }
-    refused = REFUSED | {"scoring_func": "softmax", "topk_method": "greedy"}
 
 
 @pytest.fixture(scope="module")

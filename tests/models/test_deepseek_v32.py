@@ -35,7 +35,6 @@ class TestDeepSeekV32(LatentConformance):
         },
     }
     matters = LatentConformance.matters | {"index_topk": 6}
-    refused = LatentConformance.refused | {"layer_types": ["full_attention"] * 4}
 
 
 @pytest.mark.full
@@ -50,12 +49,7 @@ class TestGLM5(TestDeepSeekV32):
     matters = {
         name: value for name, value in TestDeepSeekV32.matters.items() if name not in ("n_group", "topk_group")
     } | {"n_group": 4}
-    refused = TestDeepSeekV32.refused | {
-        "mlp_layer_types": ["sparse", "dense"],
-        "layer_types": ["full_attention"] * 2,
-        "indexer_types": ["shared", "full"],
-        "rope_interleave": False,
-    }
+    refused = {"mlp_layer_types": ["sparse", "dense"], "indexer_types": ["shared", "full"]}
 
 
 def test_glm_in_its_older_spellings():

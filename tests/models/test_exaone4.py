@@ -26,4 +26,3 @@ class TestExaone4(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"attention_bias": True}

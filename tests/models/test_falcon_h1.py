@@ -51,8 +51,7 @@ class TestFalconH1(Conformance):
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "time_step_limit": [0.5, 0.6],
     }
-    refused = {"hidden_act": "gelu", "sliding_window": 5, "mamba_n_heads": 5, "mamba_d_head": 8}
-    refused |= {"ssm_multipliers": [1.0] * 4, "mlp_multipliers": [1.0]}
+    refused = {"mamba_n_heads": 5, "mamba_d_head": 8, "ssm_multipliers": [1.0] * 4, "mlp_multipliers": [1.0]}
     # Slots, inputs of the convolution, heads of states.
     windows = {"normed": {SEQ, 3, 4}, "normed_first_biases": {SEQ, 2, 4}, "not_normed": {SEQ, 3, 4}}
 

@@ -38,4 +38,3 @@ class TestGemma2(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = {"hidden_activation": "gelu", "hidden_act": "relu", "use_bidirectional_attention": True}

@@ -45,11 +45,6 @@ class TestGemma3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": ROPES | {GLOBAL: {"rope_type": "default", "rope_theta": 1e6}},
     }
-    refused = {
-        "hidden_activation": "gelu",
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    }
 
     def test_both_spellings_are_read(self, name, made):
         case, _, model = made(name)

@@ -78,10 +78,6 @@ class TestGemma4(Conformance):
         "rope_parameters": ROPES | {GLOBAL: ROPES[GLOBAL] | {"partial_rotary_factor": 0.25}},
     }
     refused = {
-        "hidden_activation": "silu",
-        "hidden_act": "silu",
-        "attn_logit_softcapping": 50.0,
-        "use_bidirectional_attention": "all",
         "layer_types": [LOCAL, "chunked_attention"] * 7,
         "num_kv_shared_layers": 13,
         "per_layer_config": {"0": {"head_dim": 12}},

@@ -47,7 +47,6 @@ class TestGLM4MoE(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": YARN | {"partial_rotary_factor": 0.4},
     }
-    refused = Conformance.refused | {"sliding_window": 5, "scoring_func": "softmax", "mlp_bias": True}
     rules = Conformance.rules | {"expert": "data"}
 
 

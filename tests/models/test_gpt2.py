@@ -45,13 +45,7 @@ class TestGPT2(Conformance):
         "scale_attn_weights": False,
         "scale_attn_by_inverse_layer_idx": True,
     }
-    refused = Conformance.refused | {
-        "activation_function": "relu",
-        "add_cross_attention": True,
-        "n_ctx": 512,
-        "n_head": 5,
-        "rope_theta": 1e4,
-    }
+    refused = {"n_head": 5}
     test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
 
 

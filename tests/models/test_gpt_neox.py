@@ -28,7 +28,6 @@ class TestGPTNeoX(Conformance):
         "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         "num_attention_heads": 4,
     }
-    refused = {"hidden_act": "relu", "attn_logit_softcapping": 50.0}
 
 
 def test_names_of_the_releases_are_read():

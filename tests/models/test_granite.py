@@ -35,4 +35,3 @@ class TestGranite(Conformance):
         },
     }
     matters = MATTERS
-    refused = Conformance.refused | {"mlp_bias": True, "sliding_window": 4}

@@ -68,13 +68,7 @@ class TestGranite4(Conformance):
         "position_embedding_type": "rope",
         "time_step_limit": [0.5, 0.6],
     }
-    refused = Conformance.refused | {"mlp_bias": True, "normalization_function": "layernorm"}
-    refused |= {
-        "layer_types": [MAMBA, "chunked", MAMBA, FULL],
-        "mamba_n_heads": 5,
-        "mamba_d_head": 8,
-        "mamba_expand": 3,
-    }
+    refused = {"mamba_n_heads": 5, "mamba_d_head": 8, "mamba_expand": 3}
     windows = {"hybrid": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states
     rules = Conformance.rules | {"expert": "data"}
 

@@ -27,15 +27,5 @@ class TestHy3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
     }
-    refused = Conformance.refused | {
-        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-        "first_k_dense_replace": 1,  # beside two dense ones
-        "expert_hidden_dim": 13,
-        "mlp_bias": True,
-        "qk_norm": False,
-        "route_norm": False,
-        "moe_router_use_sigmoid": False,
-        "moe_router_enable_expert_bias": False,
-        "sliding_window": 5,
-    }
+    refused = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "first_k_dense_replace": 1}
     rules = Conformance.rules | {"expert": "data"}

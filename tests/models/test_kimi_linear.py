@@ -41,12 +41,6 @@ class TestKimiLinear(Conformance):
         "moe_renormalize": False,
         "routed_scaling_factor": 1.0,
     }
-    refused = {
-        "hidden_act": "gelu",
-        "attention_bias": True,
-        "tie_word_embeddings": True,  # transformers ties nothing here
-        "layer_types": [LINEAR, "chunked", LINEAR, FULL],
-    }
     windows = {"in_turn": {3, 2}, "groups": {2}}  # inputs of the convolution, heads of states, rows of latents
 
     def test_both_spellings_are_read(self, name):

@@ -27,7 +27,6 @@ class TestLFM2(Conformance):
         },
     }
     matters = {"norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    refused = {"block_use_swiglu": False, "layer_types": [CONV, "chunked", CONV, FULL]}
     windows = {"in_turn": {SEQ, 2}, "unadjusted_biases": {SEQ, 2}}  # slots, and rows of inputs of the convolution
 
 
@@ -55,7 +54,6 @@ class TestLFM2Experts(Conformance):
         "norm_topk_prob": False,
         "routed_scaling_factor": 2.5,
     }
-    refused = {"layer_types": [CONV, "chunked", FULL]}
     windows = {"experts": {SEQ, 2}, "unbiased_experts": {SEQ, 2}}
 
 

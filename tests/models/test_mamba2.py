@@ -32,7 +32,7 @@ class TestMamba2(Conformance):
         },
     }
     matters = {"layer_norm_epsilon": 0.1, "time_step_limit": [0.3, 0.5]}
-    refused = {"hidden_act": "gelu", "num_heads": 5, "rms_norm": False, "attn_logit_softcapping": 50.0}
+    refused = {"num_heads": 5}
     windows = {"groups": {3, 4}, "tied_biases": {2, 4}}
 
     # Nothing is rotated, so no spelling of a rope is older.

@@ -25,14 +25,5 @@ class TestMiniMaxM2(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     }
-    refused = Conformance.refused | {
-        "rotary_dim": 4,  # beside a half of 12
-        "attn_type_list": [1, 0, 1],
-        "use_qk_norm": False,
-        "qk_norm_type": "per_head",
-        "scoring_func": "softmax",
-        "use_routing_bias": False,
-        "shared_intermediate_size": 8,
-        "sliding_window": 5,
-    }
+    refused = {"rotary_dim": 4}
     rules = Conformance.rules | {"expert": "data"}

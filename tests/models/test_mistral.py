@@ -28,7 +28,6 @@ class TestMistral(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"attention_bias": True, "layer_types": ["sliding_attention"] * 3}
 
 
 SHARPENED = YARN | {
@@ -51,10 +50,7 @@ class TestMinistral3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": SHARPENED | {"llama_4_scaling_beta": 0.4},
     }
-    refused = Conformance.refused | {
-        "attention_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
-    }
+    refused = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}}
 
 
 def test_defaults_are_those_of_transformers():

@@ -44,7 +44,6 @@ MATTERS = LatentConformance.matters | {
     "rope_interleave": False,
     "rope_parameters": ROPE | {"llama_4_scaling_beta": 0.4, "partial_rotary_factor": 6 / 14},
 }
-REFUSED = LatentConformance.refused | {"scoring_func": "sigmoid", "num_local_experts": 6, "head_dim": 8}
 
 
 class Mistral4:
@@ -60,7 +59,6 @@ class TestMistral4(Mistral4, Pixtral):
     cases = {"sees": {"text": GROUPS}, "sees_halves_tied": {"text": HALVES, "tie_word_embeddings": True}}
     matters = {f"text_config.{name}": value for name, value in MATTERS.items()}
     matters |= {"vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
-    refused = Pixtral.refused | {f"text_config.{name}": value for name, value in REFUSED.items()}
 
 
 class TestText(Mistral4, Conformance):
@@ -73,7 +71,6 @@ class TestText(Mistral4, Conformance):
     base = TEXT
     cases = {"groups": GROUPS | {"vocab_size": 53}, "halves_tied": HALVES}
     matters = MATTERS
-    refused = REFUSED
 
 
 # --- files ---

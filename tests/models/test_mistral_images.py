@@ -74,7 +74,6 @@ class TestMistral3(Pixtral):
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         "vision_config.hidden_act": "gelu",
     }
-    refused = Pixtral.refused | {"vision_config.rope_parameters": {"rope_type": "yarn"}}
 
 
 @pytest.mark.full
@@ -85,8 +84,6 @@ class TestLlava(Pixtral):
     grids = [[1, rows // 2, columns // 2] for _, rows, columns in GRIDS]
     cases = {"pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}}
     matters = {"vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
-    refused = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
-    refused |= {"vision_config.model_type": "clip_vision_model"}
 
     test_images_that_do_not_fit_are_refused = None  # its squares are of one patch
 

@@ -28,7 +28,6 @@ class TestMixtral(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"attention_bias": True, "n_shared_experts": 1}
 
 
 @pytest.mark.full

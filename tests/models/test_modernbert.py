@@ -26,5 +26,4 @@ class TestModernBert(EncoderConformance):
         },
     }
     matters = {"norm_eps": 0.1, "local_attention": 12, "num_attention_heads": 2}
-    refused = {"hidden_activation": "relu", "classifier_activation": "relu", "attn_logit_softcapping": 50.0}
     test_both_spellings_are_read = None  # rope_parameters are nested by the type of layer

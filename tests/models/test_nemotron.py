@@ -20,4 +20,3 @@ class TestNemotron(Conformance):
         },
     }
     matters = {"norm_eps": 0.1, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
-    refused = {"hidden_act": "silu", "attn_logit_softcapping": 50.0}

@@ -58,9 +58,7 @@ class TestNemotronH(Conformance):
         "layer_norm_epsilon": 0.1,
         "time_step_min": 0.8,
     }
-    refused = {"mlp_hidden_act": "silu", "mamba_hidden_act": "gelu", "mlp_bias": True, "attention_bias": True}
-    refused |= {"tie_word_embeddings": True, "sliding_window": 5, "residual_in_fp32": True, "n_shared_experts": 2}
-    refused |= {"layers_block_type": [MAMBA, "chunked"]}
+    refused = {"layers_block_type": [MAMBA, "chunked"]}
     windows = {"latent": {SEQ, 3, 4}, "groups_biases": {SEQ, 2, 4}}
 
     # Nothing is rotated, so no spelling of a rope is older.

@@ -29,7 +29,6 @@ class TestOLMo2(Conformance):
         },
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": PLAIN | {"rope_theta": 5e5}}
-    refused = Conformance.refused | {"clip_qkv": 8.0, "sliding_window": 4, "layer_types": [FULL] * 3}
 
 
 class TestOLMo3(Conformance):
@@ -44,7 +43,7 @@ class TestOLMo3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {FULL: YARN | {"factor": 4.0}, SLIDING: PLAIN},
     }
-    refused = Conformance.refused | {"layer_types": [FULL] * 3, "rope_parameters": YARN}
+    refused = {"rope_parameters": YARN}
 
 
 @pytest.mark.parametrize("change", [{"rope_type": "yarn", **YARN}, {"rope_theta": 2e4}], ids=["scaled", "other_theta"])

@@ -44,7 +44,6 @@ class TestOLMoHybrid(Conformance):
         "linear_allow_neg_eigval": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
-    refused = {"hidden_act": "gelu", "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
     windows = {"in_turn": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states
 
 

@@ -26,4 +26,3 @@ class TestOLMoE(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"n_shared_experts": 1}

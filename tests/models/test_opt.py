@@ -18,12 +18,5 @@ class TestOPT(Conformance):
     }
     cases = {"tied": {}, "untied": {"tie_word_embeddings": False, "vocab_size": 53}}
     matters = {"num_attention_heads": 2}
-    refused = {
-        "activation_function": "gelu",
-        "do_layer_norm_before": False,
-        "word_embed_proj_dim": 16,
-        "enable_bias": False,
-        "_remove_final_layer_norm": True,
-    }
     zero_gradients = r"k_proj\.bias$"  # of keys that are not rotated: all scores of a query grow alike
     test_both_spellings_are_read = None  # there is one

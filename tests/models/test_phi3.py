@@ -45,12 +45,7 @@ class TestPhi3(Conformance):
         "max_position_embeddings": 4096,
         "rope_parameters": LONG | {"original_max_position_embeddings": 16, "long_factor": [2.0, 9.0, 30.0]},
     }
-    refused = Conformance.refused | {
-        "attention_bias": True,
-        "lm_head_bias": True,
-        "full_attn_mod": 2,
-        "original_max_position_embeddings": 32,
-    }
+    refused = {"original_max_position_embeddings": 32}
 
 
 @functools.partial(jax.jit, compiler_options=parity.QUICK)

@@ -32,12 +32,7 @@ class TestQwen2(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {
-        "use_sliding_window": False,  # but layer_types has some that slide
-        "layer_types": [SLIDING, FULL, "linear_attention", FULL],
-        "num_hidden_layers": 5,  # for four layer_types
-        "use_mrope": True,
-    }
+    refused = {"use_sliding_window": False}
 
 
 @pytest.mark.full

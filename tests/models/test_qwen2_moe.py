@@ -35,4 +35,3 @@ class TestQwen2MoE(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"use_sliding_window": True, "n_shared_experts": 1}

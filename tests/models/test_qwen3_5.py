@@ -48,14 +48,6 @@ class TestQwen35(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": ROPE | {"rope_theta": 5e5},
     }
-    refused = Conformance.refused | {
-        "attn_output_gate": False,
-        "use_sliding_window": True,
-        "mlp_only_layers": [1],
-        "num_experts": 4,  # of the other model type
-        "mtp_use_dedicated_embeddings": True,
-        "layer_types": [LINEAR],
-    }
     windows = {
         "one_to_one": {SEQ, 3, 4},
         "three_to_one": {SEQ, 1, 4},
@@ -69,7 +61,6 @@ class TestQwen35MoE(TestQwen35):
     base = {name: value for name, value in BASE.items() if name != "intermediate_size"} | SMALL | EXPERTS
     cases = {"experts": {"layer_types": KINDS, "linear_key_head_dim": 8}}
     matters = {"num_experts_per_tok": 2, "rms_norm_eps": 0.1}
-    refused = {"norm_topk_prob": False, "decoder_sparse_step": 2, "hidden_act": "gelu"}
     windows = {"experts": {SEQ, 3, 4}}
     rules = Conformance.rules | {"expert": "data"}
 
@@ -109,10 +100,7 @@ class TestQwen35Images(ImageConformance):
         "text_config.rope_parameters": SECTIONS | {"mrope_section": [3, 1, 0]},
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
     }
-    refused = ImageConformance.refused | {
-        "text_config.rope_parameters.mrope_section": [1, 2, 1],
-        "vision_config.model_type": "siglip_vision_model",
-    }
+    refused = {"text_config.rope_parameters.mrope_section": [1, 2, 1]}
 
 
 @pytest.mark.full

@@ -58,7 +58,6 @@ class TestQwen3Next(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5},
     }
-    refused = Conformance.refused | {"use_sliding_window": True, "layer_types": [LINEAR, "chunked"]}
     rules = Conformance.rules | {"expert": "data"}
     windows = {
         "one_to_one": {SEQ, 3, 4},

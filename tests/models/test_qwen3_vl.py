@@ -37,12 +37,10 @@ class TestQwen3VL(ImageConformance):
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         "vision_config.deepstack_visual_indexes": [0, 3],
     }
-    refused = ImageConformance.refused | {
-        "text_config.sliding_window": 8,
+    refused = {
         "text_config.rope_parameters.mrope_section": [4, 2, 3],
         "vision_config.deepstack_visual_indexes": [3, 1],
         "vision_config.num_position_embeddings": 24,
-        "vision_config.rope_parameters": {"rope_type": "yarn"},
     }
 
     def test_three_positions_of_text_are_one(self, made):

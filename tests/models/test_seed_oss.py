@@ -24,4 +24,3 @@ class TestSeedOss(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 3}

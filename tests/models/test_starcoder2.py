@@ -19,4 +19,3 @@ class TestStarCoder2(Conformance):
         "norm_epsilon": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"norm_type": "rms_norm"}

@@ -30,7 +30,6 @@ class TestT5(EncoderDecoderConformance):
     }
     cases = {"relu": {}, "gated": {"feed_forward_proj": "gated-gelu"}}
     matters = {"layer_norm_epsilon": 0.1, "relative_attention_max_distance": 30}
-    refused = {"feed_forward_proj": "gated-silu", "decoder_start_token_id": 5, "attn_logit_softcapping": 50.0}
 
     @pytest.mark.full
     def test_training_reads_sources(self, made):

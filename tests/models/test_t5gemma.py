@@ -32,7 +32,6 @@ class TestT5Gemma(EncoderDecoderConformance):
         "decoder.attn_logit_softcapping": 1.0,
         "decoder.final_logit_softcapping": 1.0,
     }
-    refused = {"encoder.hidden_activation": "relu", "is_encoder_decoder": False, "vocab_size": 62}
 
     @classmethod
     def transformers_cases(cls):

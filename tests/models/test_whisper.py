@@ -31,7 +31,6 @@ class TestWhisper(EncoderDecoderConformance):
     }
     cases = {"whisper": {}}
     matters = {"decoder_attention_heads": 2, "encoder_attention_heads": 4}
-    refused = {"activation_function": "relu", "scale_embedding": True, "attn_logit_softcapping": 50.0}
 
     def test_clips_that_do_not_fit_are_named(self, made):
         case, _, model = made("whisper")
