@@ -77,18 +77,9 @@ class TestGemma4(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": ROPES | {GLOBAL: ROPES[GLOBAL] | {"partial_rotary_factor": 0.25}},
     }
-    refused = {
-        "layer_types": [LOCAL, "chunked_attention"] * 7,
-        "num_kv_shared_layers": 13,
-        "per_layer_config": {"0": {"head_dim": 12}},
-    }
+    refused = {"num_kv_shared_layers": 13, "per_layer_config": {"0": {"head_dim": 12}}}
 
-    def test_both_spellings_are_read(self, name):
-        """There is one: transformers 4 has no Gemma 4."""
-        case = parity.golden(self.family)[name]
-        now = HFConfig(case["config"])
-        gemma4.FIELDS.read(now)
-        now.done()
+    test_both_spellings_are_read = None  # there is one: transformers 4 has no Gemma 4
 
 
 def made(tmp_path, name: str, **changes):

@@ -69,7 +69,6 @@ class TestLlama4(Conformance):
         "rope_parameters": STEP | {"original_max_position_embeddings": 64},
     }
     refused = {"no_rope_layers": [1], "attention_chunk_size": None}
-    # What Hugging Face counts in the released files, in billions.
 
 
 @pytest.mark.full

@@ -434,11 +434,6 @@ def test_transformers_opens_them(model, tmp_path):
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
-def test_families_are_found():
-    assert "llama" in {family.name for family in weights.families()}
-    assert "llama3-8b" in weights.presets()
-
-
 def test_outside_families_are_found_through_entry_points(tmp_path, monkeypatch, caplog):
     points = [
         EntryPoint("zoo", "tests.weights.zoo", "maxlib.models"),
