@@ -1,8 +1,11 @@
 """Cohere against transformers: both generations, norms of heads, windows, layers without rotation."""
 
+import pytest
+
 from tests.models.conformance import BASE, NO_TOKENS, Conformance
 
 
+@pytest.mark.full  # by default its relative below is
 class TestCohere(Conformance):
     family = "cohere"
     config = "CohereConfig"

@@ -43,6 +43,7 @@ class DeepSeek(Conformance):
     slot_axis = -2
 
 
+@pytest.mark.full  # by default its relative below is
 class TestV2(DeepSeek):
     config = "DeepseekV2Config"
     cases = {

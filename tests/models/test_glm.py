@@ -1,11 +1,14 @@
 """Dense GLM-4 against transformers: half of each head rotated in pairs, norms after the branches and none."""
 
+import pytest
+
 from tests.models.conformance import BASE, Conformance
 
 IDS = {"pad_token_id": None, "eos_token_id": [1]}  # transformers' own lie outside of this vocabulary
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
+@pytest.mark.full  # by default its relative below is
 class TestGLM(Conformance):
     family = "glm"
     config = "GlmConfig"

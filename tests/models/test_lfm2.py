@@ -10,6 +10,7 @@ from tests.models.conformance import BASE, NO_TOKENS, SEQ, Conformance
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 
 
+@pytest.mark.full  # by default its relative below is
 class TestLFM2(Conformance):
     family = "lfm2"
     config = "Lfm2Config"

@@ -39,6 +39,7 @@ SHARPENED = YARN | {
 }
 
 
+@pytest.mark.full  # by default its relative above is
 class TestMinistral3(Conformance):
     family = "mistral"
     test_what_a_config_leaves_out_is_as_in_transformers = None  # it must say by how much queries are sharpened

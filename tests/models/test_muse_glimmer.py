@@ -44,6 +44,7 @@ def _register() -> None:
     )
 
 
+@pytest.mark.full  # by default its relative below is
 class TestMuseGlimmer(Conformance):
     family = "muse_glimmer"
     config = "MuseGlimmerTextConfig"

@@ -14,6 +14,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 BASE = conformance.BASE | NO_TOKENS  # transformers' embeddings give the padding token no gradient
 
 
+@pytest.mark.full  # by default its relative below is
 class TestOLMo2(Conformance):
     family = "olmo2"
     config = "Olmo2Config"

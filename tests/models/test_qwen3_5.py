@@ -26,6 +26,7 @@ SMALL = DELTA | {"head_dim": 16, "rope_parameters": ROPE}
 KINDS = [LINEAR, LINEAR, FULL]
 
 
+@pytest.mark.full  # by default its relative below is
 class TestQwen35(Conformance):
     family = "qwen3_5"
     config = "Qwen3_5TextConfig"

@@ -16,6 +16,7 @@ from tests.models.encoder_decoder import EncoderDecoderConformance
 class TestT5(EncoderDecoderConformance):
     family = "t5"
     config = "T5Config"
+    gradients_by_default = True
     base = {
         "vocab_size": 61,
         "d_model": 32,
