@@ -208,18 +208,12 @@ def _bert(num_layers: int, dim: int, *, vocab: int = 30_522) -> Config:
     return Config(vocab=vocab, num_layers=num_layers, dim=dim, mlp_dim=4 * dim, num_heads=dim // 64, num_positions=512)
 
 
+# fmt: off
 _ROBERTA = Config(
-    vocab=50_265,
-    num_layers=12,
-    dim=768,
-    mlp_dim=3072,
-    num_heads=12,
-    num_positions=514,
-    num_types=1,
-    first_position=2,
+    vocab=50_265, num_layers=12, dim=768, mlp_dim=3072, num_heads=12, num_positions=514, num_types=1, first_position=2,
     norm_eps=1e-5,
 )
-
+# fmt: on
 PRESETS = {
     "bert-base-uncased": _bert(12, 768),
     "bert-large-uncased": _bert(24, 1024),

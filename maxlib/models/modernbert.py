@@ -187,18 +187,12 @@ def _table(cfg: Config) -> Table:
     ]
 
 
+# fmt: off
 _BASE = Config(
-    vocab=50_368,
-    num_layers=22,
-    dim=768,
-    mlp_dim=1152,
-    num_heads=12,
-    head_dim=64,
-    rope=Rope(64, 160_000.0, max_length=8192),
-    local_rope=Rope(64, 10_000.0, max_length=8192),
-    pooling="mean",
+    vocab=50_368, num_layers=22, dim=768, mlp_dim=1152, num_heads=12, head_dim=64,
+    rope=Rope(64, 160_000.0, max_length=8192), local_rope=Rope(64, 10_000.0, max_length=8192), pooling="mean",
 )
-
+# fmt: on
 PRESETS = {
     "modernbert-base": _BASE,
     "modernbert-large": replace(_BASE, num_layers=28, dim=1024, mlp_dim=2624, num_heads=16),
