@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
 from maxlib.observability import forward_flops
-from maxlib.ops._recurrent.inverse import unit_lower_inverse
+from maxlib.ops._recurrent.chunks import unit_lower_inverse
 from tests.ops.recurrences import GATED_DELTA, KDA, RECURRENCES, SLOW, SSD, STARTS, VALID, B, T, close, cut, in_float64
 
 
@@ -213,7 +213,7 @@ import jax, jax.numpy as jnp
 from maxlib import ops
 
 def gradients(implementation, x):
-    return jax.jit(jax.grad(lambda x: jnp.sum(ops.kimi_delta_attention(**x, implementation=implementation)[0] ** 2)))(x)
+    return jax.jit(jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x, implementation=implementation)[0] ** 2)))(x)
 
 q, k, v, decay = jax.random.normal(jax.random.key(0), (4, *map(int, sys.argv[1:])))
 x = {"q": q, "k": k, "v": v, "log_decay": -jax.nn.softplus(decay), "beta": jax.nn.sigmoid(v[..., 0])}

@@ -150,7 +150,7 @@ class GatedDeltaNet(SequenceMixer):
         # [B, T, D] -> [B, T, heads, width]
         projections = of_same(x, self.q, self.k, self.v, self.gate, self.a, self.b)
         q, k, v, gate, a, b = (constrain(y, *HEADS[: y.ndim]) for y in projections)
-        out, cache = delta_rule(ops.gated_delta_rule, self, (q, k, v), *self._rates(a, b), ctx, cache)
+        out, cache = delta_rule(self, (q, k, v), *self._rates(a, b), ctx, cache)
         # Cheap to compute again; kept for the backward pass, it would take several times the memory of its inputs.
         return jax.checkpoint(self._leave, prevent_cse=False)(checkpoint_name(out, "attention_out"), gate), cache
 
@@ -190,7 +190,6 @@ class GatedDeltaNet(SequenceMixer):
 
 
 def delta_rule(
-    rule: Callable[..., tuple[Array, Array]],
     layer: Any,
     qkv: tuple[Array, Array, Array],
     log_decay: Array,
@@ -201,7 +200,6 @@ def delta_rule(
     """Applies the convolutions and a delta rule to each device's rows, heads and tokens.
 
     Args:
-        rule: `ops.gated_delta_rule` or `ops.kimi_delta_attention`.
         layer: The layer, with `q_conv`, `k_conv`, `v_conv` and `implementation`.
         qkv: Projected queries, keys and values, `B T N H` each.
         log_decay: Log decays, `B T N`, or `B T N H` of each channel.
@@ -216,13 +214,13 @@ def delta_rule(
     rows += [(log_decay, HEADS[: log_decay.ndim]), (beta, HEADS[:3])]
     filters = [gathered_weight(w) for w in (layer.q_conv, layer.k_conv, layer.v_conv)]
     states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
-    op = functools.partial(_on_one_device, rule, layer.implementation)
+    op = functools.partial(_on_one_device, layer.implementation)
     named_states = list(zip(states, (TAIL, TAIL, TAIL, STATE), strict=True))
     out, new = over_sequence(op, [*rows, *filters], named_states, ctx)
     return out, None if new is None else DeltaCache(*new)
 
 
-def _on_one_device(rule, implementation, q, k, v, log_decay, beta, *rest, axis_name):
+def _on_one_device(implementation, q, k, v, log_decay, beta, *rest, axis_name):
     """Applies the convolutions and the rule to one device's part; returns the output and the new cache's arrays."""
     filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
     masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
@@ -232,5 +230,6 @@ def _on_one_device(rule, implementation, q, k, v, log_decay, beta, *rest, axis_n
         for x, w, tail in zip((q, k, v), filters, tails, strict=True)
     ]
     (q, k, v), tails = zip(*convolved, strict=True)
-    out, state = rule(q, k, v, log_decay, beta, **masks, initial_state=state, implementation=implementation)
+    options = {"initial_state": state, "implementation": implementation}
+    out, state = ops.gated_delta_rule(q, k, v, log_decay, beta, **masks, **options)
     return out, *tails, state

@@ -11,7 +11,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib import ops
 from maxlib.nn._linear import Einsum
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
@@ -22,7 +21,7 @@ from maxlib.sharding import constrain
 
 
 class KimiDeltaAttention(SequenceMixer):
-    """Kimi delta attention: `out(norm(o) * sigmoid(gate(x)))`; `o` is `ops.kimi_delta_attention` of convolved
+    """Kimi delta attention: `out(norm(o) * sigmoid(gate(x)))`; `o` is `ops.gated_delta_rule` of convolved
     projections.
 
     Queries, keys and values pass a short convolution and SiLU. With `f(x)` of a number for each channel of each head,
@@ -38,14 +37,14 @@ class KimiDeltaAttention(SequenceMixer):
         conv_width: Number W of taps of the convolution.
         norm_eps: Added to the mean square in the norm of the output.
         lower_bound: Least log decay, a negative number; None for no bound.
-        implementation: Name of an implementation of `ops.kimi_delta_attention`; None chooses the best one.
+        implementation: Name of an implementation of `ops.gated_delta_rule`; None chooses the best one.
         rngs: Source of initial values.
 
     Raises:
         ValueError: when `conv_width` is below 2.
     """
 
-    op: ClassVar[str | None] = "kimi_delta_attention"
+    op: ClassVar[str | None] = "gated_delta_rule"
     kind: ClassVar[str | None] = "Kimi delta attention"
     features: ClassVar[tuple[str, ...]] = ("short convolution",)
 
@@ -101,7 +100,7 @@ class KimiDeltaAttention(SequenceMixer):
         # [B, T, D] -> [B, T, N, H]
         projected = (self.q(x), self.k(x), self.v(x), *self._rates(x))
         q, k, v, log_decay, beta = (constrain(y, *HEADS[: y.ndim]) for y in projected)
-        out, cache = delta_rule(ops.kimi_delta_attention, self, (q, k, v), log_decay, beta, ctx, cache)
+        out, cache = delta_rule(self, (q, k, v), log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, H]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         # [B, T, D] -> [B, T, R] -> [B, T, N, H]

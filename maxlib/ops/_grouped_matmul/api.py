@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int, Num
 from maxlib.hardware import current_device, explained_device, is_hopper
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
-from maxlib.ops import _findings
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Kernel, Op, Shaped
 from maxlib.ops._grouped_matmul import megablox, tokamax_triton
@@ -260,7 +259,6 @@ GROUPED_OUTER = Op(
             megablox.megablox_outer,
             "JAX's TPU kernel",
             TPU,
-            refuses=lambda call: _findings.refused("grouped_matmul", "megablox", call.device_kind),
             tiles=megablox.default_tiles,
         ),
         Kernel(

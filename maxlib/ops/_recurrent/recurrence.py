@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlib._utils.varying import is_tracked
+from maxlib._utils.varying import is_tracked, vary_alike
 from maxlib.hardware import current_device
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._dispatch import Call, Kernel, Op, Shaped
@@ -178,6 +178,23 @@ def run_kernel(
         return kernel.run(x, state, settings)
 
     return run(x, state) if axis_name is None else across_devices(run, x, state, axis_name=axis_name)
+
+
+def token_by_token(step: Callable, x: Any, state: Array) -> tuple[Array, Array]:
+    """Applies a recurrence to one token after the other: the reference, and the fastest way to decode.
+
+    Args:
+        step: Function of a state and the inputs of a token that returns the new state and the output.
+        x: Inputs, a pytree of arrays `B T ...`.
+        state: State before the first token.
+
+    Returns:
+        The outputs, `B T ...`, and the state after the last token.
+    """
+    tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), x)  # [B, T, ...] -> [T, B, ...]
+    tokens, state = vary_alike((tokens, state))
+    state, out = jax.lax.scan(step, state, tokens)
+    return jnp.moveaxis(out, 0, 1), state
 
 
 def without_padding(out: Array, valid: Array | None) -> Array:
