@@ -28,8 +28,6 @@ from maxlib.nn._capture import capture as capture
 from maxlib.nn._capture import named_values as named_values
 from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
-from maxlib.nn._dropout import with_dropout as with_dropout
-from maxlib.nn._hash_router import HashRouter as HashRouter
 from maxlib.nn._heads import EmbeddingHead as EmbeddingHead
 from maxlib.nn._heads import ScoreHead as ScoreHead
 from maxlib.nn._heads import is_last_token as is_last_token
@@ -45,8 +43,7 @@ from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._linear import draw_key as draw_key
 from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
-from maxlib.nn._position_bias import ALiBi as ALiBi
-from maxlib.nn._position_bias import RelativeBias as RelativeBias
+from maxlib.nn._patching import with_dropout as with_dropout
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
 from maxlib.nn.attention._compressed import CompressedAttention as CompressedAttention
@@ -73,10 +70,13 @@ from maxlib.nn.decoder._head import head_gradient as head_gradient
 from maxlib.nn.decoder._head import head_split as head_split
 from maxlib.nn.decoder._head import token_log_probs as token_log_probs
 from maxlib.nn.decoder._model import Input as Input
+from maxlib.nn.decoder._model import InputCall as InputCall
 from maxlib.nn.decoder._model import Model as Model
 from maxlib.nn.decoder._model import MultimodalModel as MultimodalModel
 from maxlib.nn.decoder._model import Output as Output
+from maxlib.nn.decoder._positions import ALiBi as ALiBi
 from maxlib.nn.decoder._positions import LearnedPositions as LearnedPositions
+from maxlib.nn.decoder._positions import RelativeBias as RelativeBias
 from maxlib.nn.decoder._positions import SinusoidalPositions as SinusoidalPositions
 from maxlib.nn.describe import summary as summary
 from maxlib.nn.experts._linear import ExpertLinear as ExpertLinear
@@ -90,6 +90,7 @@ from maxlib.nn.recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
 from maxlib.nn.recurrent._kda import KimiDeltaAttention as KimiDeltaAttention
 from maxlib.nn.recurrent._mamba2 import Mamba2 as Mamba2
 from maxlib.nn.recurrent._short_conv import ShortConvolution as ShortConvolution
+from maxlib.nn.router import HashRouter as HashRouter
 from maxlib.nn.router import Router as Router
 from maxlib.nn.stack import Stack as Stack
 from maxlib.nn.stack import unstack as unstack

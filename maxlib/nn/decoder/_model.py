@@ -1,6 +1,6 @@
 """Protocols of models: the output of a forward pass, and the methods that trainers and generators call."""
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
@@ -78,6 +78,26 @@ class MultimodalModel(Protocol):
         ...
 
 
+class InputCall(NamedTuple):
+    """What the call of a `Decoder` has besides the value of an input.
+
+    Attributes:
+        positions: Positions for rotary tables, or None.
+        segment_ids: Packed document of each token, or None.
+        valid: False for padding, or None.
+        cache: Cache of earlier tokens, or None.
+        dtype: Dtype of the computation.
+        remat: What layers of an encoder keep for the backward pass.
+    """
+
+    positions: Real[Array, "B T *R"] | None
+    segment_ids: Int[Array, "B T"] | None
+    valid: Bool[Array, "B T"] | None
+    cache: Cache | None
+    dtype: Any
+    remat: Policy
+
+
 @runtime_checkable
 class Input(Protocol):
     """Protocol of what a `Decoder` reads besides tokens: vectors that take the places of placeholders among them.
@@ -98,17 +118,7 @@ class Input(Protocol):
         ...
 
     def embed(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        value: Any,
-        *,
-        positions: Real[Array, "B T *R"] | None,
-        segment_ids: Int[Array, "B T"] | None,
-        valid: Bool[Array, "B T"] | None,
-        cache: Cache | None,
-        dtype: Any,
-        remat: Policy,
+        self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], value: Any, call: InputCall
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Puts the vectors of a value in place of its placeholders.
 
@@ -116,12 +126,7 @@ class Input(Protocol):
             x: Token vectors.
             tokens: Ids.
             value: The argument of the model's call.
-            positions: Positions for rotary tables, or None.
-            segment_ids: Packed document of each token, or None.
-            valid: False for padding, or None.
-            cache: Cache of earlier tokens, or None.
-            dtype: Dtype of the computation.
-            remat: What layers of an encoder keep for the backward pass.
+            call: Its other arguments.
 
         Returns:
             The vectors, and arguments of `nn.make_context` that the input sets.

@@ -15,8 +15,8 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
-from maxlib.nn.recurrent._common import HEADS, gather_traffic, rates, taps, wide
-from maxlib.nn.recurrent._delta_net import DeltaCache, delta_rule
+from maxlib.nn.recurrent._common import HEADS, StateCache, gather_traffic, rates, taps, wide
+from maxlib.nn.recurrent._delta_net import delta_rule
 from maxlib.sharding import constrain
 
 
@@ -84,8 +84,8 @@ class KimiDeltaAttention(SequenceMixer):
         self.lower_bound = lower_bound
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
-    ) -> tuple[Float[Array, "B T D"], DeltaCache | None]:
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: StateCache | None = None
+    ) -> tuple[Float[Array, "B T D"], StateCache | None]:
         """Mixes the tokens of each document.
 
         Args:
@@ -117,16 +117,10 @@ class KimiDeltaAttention(SequenceMixer):
             return self.lower_bound * jax.nn.sigmoid(jnp.exp(a_log) * (f + dt_bias)), jax.nn.sigmoid(b)
         return -jnp.exp(a_log) * jax.nn.softplus(f + dt_bias), jax.nn.sigmoid(b)
 
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
-        """Makes an empty cache; its size does not depend on `capacity`.
-
-        Args:
-            batch: Number B of rows.
-            capacity: Maximum number of tokens in a row.
-            dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
-        """
-        tail = (batch, self.conv_width - 1, self.num_heads, self.head_dim)
-        return DeltaCache.empty(tail, tail, dtype)
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> StateCache:
+        """Makes an empty cache for `batch` rows; its size does not depend on `capacity`."""
+        heads = (self.num_heads, self.head_dim)
+        return StateCache.empty(batch, self.conv_width, (heads,) * 3, (*heads, self.head_dim), dtype)
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of transitions, states and convolution inputs that devices gather in a training step."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from maxlib.nn.cache import Cache
 from maxlib.nn.decoder._context import bidirectional_blocks
-from maxlib.nn.remat import Policy
+from maxlib.nn.decoder._model import InputCall
 from maxlib.nn.vision._mrope import mrope_positions
 from maxlib.nn.vision._patches import Patches, check_patches, take_features
 
@@ -48,26 +48,18 @@ class ImageInput:
         check_placeholders(self.is_placeholder(tokens), 0 if value is None else len(value) * self.num_tokens)
 
     def embed(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        value: Any,
-        *,
-        segment_ids: Int[Array, "B T"] | None,
-        cache: Cache | None,
-        dtype: Any,
-        remat: Policy,
-        **_: Any,
+        self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], value: Any, call: InputCall
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Puts the vectors of images in place of their placeholders (`nn.Decoder`)."""
         is_image = self.is_placeholder(tokens)
         # [I, C, H, W] -> [I, S, D] -> [1, I S, D]: one row of images, then into x at the placeholders, [B, T, D].
-        vectors = self.projector(self.tower(value, dtype=dtype, remat=remat)).reshape(1, -1, x.shape[-1])
+        vectors = self.projector(self.tower(value, dtype=call.dtype, remat=call.remat)).reshape(1, -1, x.shape[-1])
         taken = take_features(is_image, vectors.astype(x.dtype), jnp.array(vectors.shape[1:2]))
         x = jnp.where(is_image[:, :, None], taken, x)
         if not self.bidirectional:
             return x, {}
-        return x, {"bidirectional_blocks": bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)}
+        blocks = bidirectional_blocks(is_image, segment_ids=call.segment_ids, cache=call.cache)
+        return x, {"bidirectional_blocks": blocks}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,23 +121,14 @@ class PatchInput:
                 _check_no_videos(tokens == self.tokens[1])
 
     def embed(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        value: Any,
-        *,
-        positions: Real[Array, "B T *R"] | None,
-        segment_ids: Int[Array, "B T"] | None,
-        valid: Bool[Array, "B T"] | None,
-        cache: Cache | None,
-        dtype: Any,
-        remat: Policy,
+        self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], value: Any, call: InputCall
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Puts the vectors of images in place of their placeholders (`nn.Decoder`)."""
         images, is_image, arguments = value.in_rows, self.is_placeholder(tokens), {}
+        segment_ids, valid, cache = call.segment_ids, call.valid, call.cache
         # Padding may have any id, also that of a placeholder.
         is_image = is_image if valid is None else is_image & valid
-        if self.mrope and positions is None:
+        if self.mrope and call.positions is None:
             start = None if cache is None else cache.length + _offset(cache)
             arguments["positions"] = mrope_positions(
                 is_image,
@@ -159,10 +142,10 @@ class PatchInput:
                 is_audio=None if self.audio_token is None else tokens == self.audio_token,
             )
         elif self.mrope:
-            _check_positions(positions)
+            _check_positions(call.positions)
         if self.bidirectional:
             arguments["bidirectional_blocks"] = bidirectional_blocks(is_image, segment_ids=segment_ids, cache=cache)
-        vectors, later = self.tower(images, dtype=dtype, remat=remat)
+        vectors, later = self.tower(images, dtype=call.dtype, remat=call.remat)
         # merge x merge patches become one vector.
         counts = jnp.asarray(images.grids).prod(axis=2).sum(axis=1) // self.merge**2
         x = jnp.where(is_image[:, :, None], take_features(is_image, vectors.astype(x.dtype), counts), x)

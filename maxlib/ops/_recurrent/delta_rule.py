@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxlib.hardware import explained_device
+from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Op, Shaped
 from maxlib.ops._recurrent.across_devices import delta_across_devices
@@ -14,9 +15,7 @@ from maxlib.ops._recurrent.recurrence import (
     AxisName,
     Settings,
     check_floating,
-    check_shapes,
     describe,
-    require,
     run_kernel,
     without_padding,
 )
@@ -154,22 +153,22 @@ def _by_key_head(x: DeltaInputs) -> DeltaInputs:
 
 def _check(q, k, v, log_decay, beta, is_start, valid, initial_state) -> None:
     op, by_channel = "gated_delta_rule", log_decay.ndim == 4
-    check_floating(op, q=(q, "B T K Hk"), k=(k, "B T K Hk"), v=(v, "B T N Hv"))
-    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    require(op, k.shape == q.shape, "q and k must have the same shape", f"{q.shape} and {k.shape}")
-    require(op, v.shape[:2] == (B, T), "q, k and v must agree in B and T", f"{q.shape} and {v.shape}")
-    if by_channel:
-        require(op, K == N, "q and v must have the same heads", f"{q.shape} and {v.shape}")
-    require(op, K > 0 and N % K == 0, "the N value heads must be a multiple of the K key heads", f"N={N} and K={K}")
-    require(op, T > 0, "there must be at least one token", "T=0")
-    check_shapes(
+    check_floating(op, q=q, k=k, v=v)
+    sizes = check_axes(
         op,
-        log_decay=(log_decay, q.shape if by_channel else (B, T, N)),
-        beta=(beta, (B, T, N)),
-        is_start=(is_start, (B, T)),
-        valid=(valid, (B, T)),
-        initial_state=(initial_state, (B, N, Hk, Hv)),
+        q=(q, "B T K Hk"),
+        k=(k, "B T K Hk"),
+        v=(v, "B T N Hv"),
+        log_decay=(log_decay, "B T N Hk" if by_channel else "B T N"),
+        beta=(beta, "B T N"),
+        is_start=(is_start, "B T"),
+        valid=(valid, "B T"),
+        initial_state=(initial_state, "B N Hk Hv"),
     )
+    K, N = sizes["K"], sizes["N"]
+    require(op, K == N or not by_channel, "a decay by channel needs a key head for each value head", f"N={N} and K={K}")
+    require(op, K > 0 and N % K == 0, "the N value heads must be a multiple of the K key heads", f"N={N} and K={K}")
+    require(op, sizes["T"] > 0, "there must be at least one token", "T=0")
 
 
 def _prepare(q, k, v, log_decay, beta, is_start, valid) -> DeltaInputs:

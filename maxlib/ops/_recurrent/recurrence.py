@@ -11,6 +11,7 @@ from jaxtyping import Array
 from maxlib._utils.varying import is_tracked, vary_alike
 from maxlib.hardware import current_device
 from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops._axes import require
 from maxlib.ops._dispatch import Call, Kernel, Op, Shaped
 
 AxisName = str | tuple[str, ...]
@@ -202,21 +203,7 @@ def without_padding(out: Array, valid: Array | None) -> Array:
     return out if valid is None else jnp.where(valid[:, :, None, None], out, 0)
 
 
-def require(op: str, holds: bool, must: str, got: Any) -> None:
-    """Raises ValueError unless a condition holds."""
-    if not holds:
-        raise ValueError(f"{op}: {must}, got {got}")
-
-
-def check_floating(op: str, **arrays: tuple[Array, str]) -> None:
-    """Raises ValueError unless the arrays are floating point and have four axes, given with each."""
-    for name, (x, axes) in arrays.items():
-        require(op, x.ndim == 4, f"{name} must have the axes {axes}", f"shape {x.shape}")
+def check_floating(op: str, **arrays: Array) -> None:
+    """Raises ValueError unless the arrays are floating point."""
+    for name, x in arrays.items():
         require(op, jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", x.dtype)
-
-
-def check_shapes(op: str, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
-    """Raises ValueError unless the arrays that are not None have the shapes given with each."""
-    for name, (x, shape) in arrays.items():
-        got = None if x is None else x.shape
-        require(op, got in (None, shape), f"{name} must have the shape {shape}", got)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from maxlib._xla_workarounds import for_each_token
 from maxlib.hardware import explained_device
+from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Shaped
 from maxlib.ops._recurrent import jax_linear_attention
@@ -41,10 +42,8 @@ from maxlib.ops._recurrent.recurrence import (
     RecurrentCall,
     Settings,
     check_floating,
-    check_shapes,
     describe,
     recurrent_op,
-    require,
     run_kernel,
     token_by_token,
     without_padding,
@@ -162,21 +161,22 @@ def _prepare(x, b, c, dt, a, is_start, valid) -> SSDInputs:
 
 def _check(x, dt, a, b, c, d, is_start, valid, initial_state) -> None:
     op = "ssd"
-    check_floating(op, x=(x, "B T N P"), b=(b, "B T G S"), c=(c, "B T G S"))
-    (B, T, N, P), (G, S) = x.shape, b.shape[2:]
-    require(op, c.shape == b.shape, "b and c must have the same shape", f"{b.shape} and {c.shape}")
-    require(op, b.shape[:2] == (B, T), "x, b and c must agree in B and T", f"{x.shape} and {b.shape}")
-    require(op, G > 0 and N % G == 0, "the N heads must be a multiple of the G groups", f"N={N} and G={G}")
-    require(op, T > 0, "there must be at least one token", "T=0")
-    check_shapes(
+    check_floating(op, x=x, b=b, c=c)
+    sizes = check_axes(
         op,
-        dt=(dt, (B, T, N)),
-        a=(a, (N,)),
-        d=(d, (N,)),
-        is_start=(is_start, (B, T)),
-        valid=(valid, (B, T)),
-        initial_state=(initial_state, (B, N, P, S)),
+        x=(x, "B T N P"),
+        b=(b, "B T G S"),
+        c=(c, "B T G S"),
+        dt=(dt, "B T N"),
+        a=(a, "N"),
+        d=(d, "N"),
+        is_start=(is_start, "B T"),
+        valid=(valid, "B T"),
+        initial_state=(initial_state, "B N P S"),
     )
+    G, N = sizes["G"], sizes["N"]
+    require(op, G > 0 and N % G == 0, "the N heads must be a multiple of the G groups", f"N={N} and G={G}")
+    require(op, sizes["T"] > 0, "there must be at least one token", "T=0")
 
 
 # ---------------------------------------------------------------------------------------------- chunk by chunk

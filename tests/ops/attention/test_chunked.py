@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.ops import attention
 from maxlib.ops._attention.chunked import ChunkedTiles, _attend, _attend_bwd, chunked, chunked_tiles
-from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
+from tests.ops.attention.kernels import by_name, reference
 
 T = 48
 
@@ -79,7 +79,7 @@ def temporaries(run, length: int) -> int:
 
 
 def test_memory_is_linear_in_the_length():
-    short, long = temporaries(chunked, 4096), temporaries(chunked, 8192)
+    short, long = temporaries(by_name(chunked), 4096), temporaries(by_name(chunked), 8192)
     assert long < 2.2 * short
     assert long < temporaries(reference, 8192) / 8
 
@@ -95,7 +95,7 @@ def test_many_heads_and_rows_share_no_tile():
 # ------------------------------------------------------------------------------------------------ transformations
 
 CASE = cases.Case((4, 2), (8, 8), (37, 37), 2.0, True, (False, True))
-RUNS = [reference, functools.partial(chunked, tiles=ChunkedTiles(16, 16))]
+RUNS = [reference, by_name(chunked, tiles=ChunkedTiles(16, 16))]
 
 
 @pytest.fixture
@@ -124,7 +124,9 @@ def test_remat_can_save_the_results_by_name(inputs):
     (q, k, v, _, _), (start, end) = inputs
 
     def matmuls(policy):
-        call = jax.checkpoint(lambda q: chunked(q, k, v, k_start=start, k_end=end, scale=1.0)[0].sum(), policy=policy)
+        call = jax.checkpoint(
+            lambda q: by_name(chunked)(q, k, v, k_start=start, k_end=end, scale=1.0)[0].sum(), policy=policy
+        )
         return str(jax.make_jaxpr(jax.value_and_grad(call))(q)).count("dot_general[")
 
     assert matmuls(checkpoint_policies.save_only_these_names("attention_out", "attention_lse")) == 2 + 5 + 1

@@ -12,13 +12,12 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from maxlib.kernels.attention.mosaic_gpu import config, memory, mosaic_gpu
+from maxlib.kernels.attention.mosaic_gpu import config, memory
 from maxlib.kernels.attention.tiles import tiles_of, walk
 from maxlib.ops import explain_attention
-from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
-from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention import mosaic_gpu as module
 from tests.ops.attention import cases, emulator
-from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
+from tests.ops.attention.kernels import MASKS, by_name, check, everything, reference, some_masks, values
 from tests.ops.hopper import gpu, no_gpu
 
 FACTORS = {
@@ -37,6 +36,7 @@ MAX_QUERIES = [  # every width, and the rest in turn
     )
 ]
 HOPPER = ("gpu", "NVIDIA H200")
+mosaic_gpu, mosaic_gpu_mla = by_name(module.mosaic_gpu), by_name(module.mosaic_gpu_mla)
 
 
 # ------------------------------------------------------------------------------------------------ on a CPU
