@@ -64,7 +64,6 @@ from maxlib.nn.decoder._encoder import EncoderInput as EncoderInput
 from maxlib.nn.decoder._encoder import Source as Source
 from maxlib.nn.decoder._encoder import check_source as check_source
 from maxlib.nn.decoder._head import ROWS_AT_ONCE as ROWS_AT_ONCE
-from maxlib.nn.decoder._head import TokenLogProbs as TokenLogProbs
 from maxlib.nn.decoder._head import cross_entropy as cross_entropy
 from maxlib.nn.decoder._head import head_gradient as head_gradient
 from maxlib.nn.decoder._head import head_split as head_split

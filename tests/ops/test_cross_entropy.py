@@ -90,7 +90,7 @@ PAIRWISE = [
 )
 def test_values_and_gradients(softcap, z_loss, smoothing, ignore_index, chunk, dtype, weighted):
     hidden, weight, targets, weights = inputs(dtype, ignore_index=ignore_index)
-    options = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss}
+    options = {"softcap": softcap, "z_loss": z_loss}
     own = dict(label_smoothing=smoothing, chunk=chunk, **options)
 
     def loss(hidden, weight, weights):
@@ -99,7 +99,9 @@ def test_values_and_gradients(softcap, z_loss, smoothing, ignore_index, chunk, d
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(hidden, weight, weights)
     factors = weights if weighted else jnp.ones_like(weights)
-    want, want_grads = truth(hidden, weight, targets, factors, smoothing=smoothing, **options)
+    want, want_grads = truth(
+        hidden, weight, targets, factors, ignore_index=ignore_index, smoothing=smoothing, **options
+    )
     assert out.token_loss.dtype == out.lse.dtype == jnp.float32
     assert out.loss.shape == ()
     for name in ("loss", *FIELDS, "correct"):

@@ -63,10 +63,12 @@ def weighted(run, d_log_prob, d_entropy):
 def test_values_and_gradients(softcap, temperature, entropy, chunk, ignore_index, dtype):
     hidden, weight, targets, _ = inputs(dtype, ignore_index=ignore_index)
     d_log_prob, d_entropy = factors((B, T))
-    options = {"softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
+    options = {"softcap": softcap, "temperature": temperature}
     run = lambda h, w: fused_linear_log_probs(h, w, targets, entropy=entropy, chunk=chunk, **options)
     (_, out), grads = weighted(run, d_log_prob, d_entropy)(hidden, weight)
-    want, want_grads = truth(hidden, weight, targets, d_log_prob, entropy * d_entropy, **options)
+    want, want_grads = truth(
+        hidden, weight, targets, d_log_prob, entropy * d_entropy, **options, ignore_index=ignore_index
+    )
     assert out.log_prob.dtype == jnp.float32
     close(out.log_prob, want[0], 1e-5)
     assert (out.entropy is not None) == entropy
