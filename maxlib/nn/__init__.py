@@ -36,13 +36,11 @@ from maxlib.nn._heads import unit_vectors as unit_vectors
 from maxlib.nn._heads import with_head as with_head
 from maxlib.nn._hyper_connection import HyperConnection as HyperConnection
 from maxlib.nn._hyper_connection import HyperHead as HyperHead
-from maxlib.nn._layer import Layer as Layer
-from maxlib.nn._layer import residual as residual
+from maxlib.nn._linear import MLP as MLP
 from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
+from maxlib.nn._linear import GatedMLP as GatedMLP
 from maxlib.nn._linear import draw_key as draw_key
-from maxlib.nn._mlp import MLP as MLP
-from maxlib.nn._mlp import GatedMLP as GatedMLP
 from maxlib.nn._patching import with_dropout as with_dropout
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
@@ -70,9 +68,11 @@ from maxlib.nn.decoder._head import head_split as head_split
 from maxlib.nn.decoder._head import token_log_probs as token_log_probs
 from maxlib.nn.decoder._model import Input as Input
 from maxlib.nn.decoder._model import InputCall as InputCall
+from maxlib.nn.decoder._model import Layer as Layer
 from maxlib.nn.decoder._model import Model as Model
 from maxlib.nn.decoder._model import MultimodalModel as MultimodalModel
 from maxlib.nn.decoder._model import Output as Output
+from maxlib.nn.decoder._model import residual as residual
 from maxlib.nn.decoder._positions import ALiBi as ALiBi
 from maxlib.nn.decoder._positions import LearnedPositions as LearnedPositions
 from maxlib.nn.decoder._positions import RelativeBias as RelativeBias

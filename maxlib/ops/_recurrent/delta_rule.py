@@ -7,14 +7,14 @@ from maxlib.hardware import explained_device
 from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Op, Shaped
-from maxlib.ops._recurrent.across_devices import delta_across_devices
 from maxlib.ops._recurrent.gated_delta import GATED_DELTA, DeltaTiles
-from maxlib.ops._recurrent.inputs import DeltaInputs
 from maxlib.ops._recurrent.kimi_delta import KIMI_DELTA
 from maxlib.ops._recurrent.recurrence import (
     AxisName,
+    DeltaInputs,
     Settings,
     check_floating,
+    delta_across_devices,
     describe,
     run_kernel,
     without_padding,

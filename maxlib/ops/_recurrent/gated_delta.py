@@ -35,8 +35,14 @@ from maxlib.ops._recurrent.chunks import (
     over_blocks,
     unit_lower_inverse,
 )
-from maxlib.ops._recurrent.inputs import DeltaInputs, normalized
-from maxlib.ops._recurrent.recurrence import RecurrentCall, Settings, recurrent_op, token_by_token
+from maxlib.ops._recurrent.recurrence import (
+    DeltaInputs,
+    RecurrentCall,
+    Settings,
+    normalized,
+    recurrent_op,
+    token_by_token,
+)
 
 _HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `DeltaInputs`
 LARGE_VECTOR_MEMORY = ("TPU v5 lite", "TPU v6 lite")  # 128 MiB; other TPUs have half of it or less

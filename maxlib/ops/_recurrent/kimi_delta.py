@@ -27,8 +27,14 @@ from jaxtyping import Array
 
 from maxlib.ops._recurrent import jax_linear_attention
 from maxlib.ops._recurrent.chunks import ChunkTiles, in_blocks, in_chunks, joined, over_blocks, unit_lower_inverse
-from maxlib.ops._recurrent.inputs import DeltaInputs, normalized
-from maxlib.ops._recurrent.recurrence import RecurrentCall, Settings, recurrent_op, token_by_token
+from maxlib.ops._recurrent.recurrence import (
+    DeltaInputs,
+    RecurrentCall,
+    Settings,
+    normalized,
+    recurrent_op,
+    token_by_token,
+)
 
 _HEADS = (1, 1, 1, 1, 1, 0)  # axes of heads in each of `DeltaInputs`
 

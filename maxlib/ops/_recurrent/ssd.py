@@ -25,7 +25,6 @@ from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Shaped
 from maxlib.ops._recurrent import jax_linear_attention
-from maxlib.ops._recurrent.across_devices import ssd_across_devices
 from maxlib.ops._recurrent.chunks import (
     ChunkTiles,
     count_starts,
@@ -36,15 +35,16 @@ from maxlib.ops._recurrent.chunks import (
     joined,
     over_blocks,
 )
-from maxlib.ops._recurrent.inputs import SSDInputs
 from maxlib.ops._recurrent.recurrence import (
     AxisName,
     RecurrentCall,
     Settings,
+    SSDInputs,
     check_floating,
     describe,
     recurrent_op,
     run_kernel,
+    ssd_across_devices,
     token_by_token,
     without_padding,
 )
