@@ -185,14 +185,6 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
         np.testing.assert_allclose(found["packed"], np.mean(found["alone"]), rtol=1e-5)
 
 
-def test_balanced_routing_costs_the_weight():
-    parts = np.arange(8).reshape(2, 2, 2), *(np.full((2, 2, n), x, np.float32) for n, x in ((2, 1), (8, 0), (8, 1 / 8)))
-    flat = nn.router.Routing(*map(jnp.asarray, parts))
-    losses = nn.router.SwitchBalance(0.5), nn.router.SequenceBalance(0.5)
-    for found in jax.jit(lambda flat: [loss(flat, None) for loss in losses])(flat):
-        np.testing.assert_allclose(found, 0.5, rtol=1e-6)
-
-
 # ExpertBias without a loss
 
 

@@ -207,22 +207,6 @@ def test_a_decay_for_each_head_is_the_gated_delta_rule():
         close(ours, theirs, 2e-5)
 
 
-GRADIENTS = """
-import sys
-import jax, jax.numpy as jnp
-from maxlib import ops
-
-def gradients(implementation, x):
-    return jax.jit(jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x, implementation=implementation)[0] ** 2)))(x)
-
-q, k, v, decay = jax.random.normal(jax.random.key(0), (4, *map(int, sys.argv[1:])))
-x = {"q": q, "k": k, "v": v, "log_decay": -jax.nn.softplus(decay), "beta": jax.nn.sigmoid(v[..., 0])}
-got, want = gradients("chunked", x), gradients("sequential", x)
-for name in x:
-    assert jnp.abs(got[name] - want[name]).max() < 1e-4 * jnp.std(want[name]), name
-"""
-
-
 def test_memory_of_ssd_is_a_state_for_each_block():
     """For a state four times as wide the op keeps no more for the backward pass than what it was given, and one state
     for each block.

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops
-from maxlib.kernels.attention.softmax import merge_parts
+from maxlib.kernels.attention.merge import merge_parts
 from maxlib.nn._linear import Einsum
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_of

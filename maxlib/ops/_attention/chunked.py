@@ -23,7 +23,7 @@ from maxlib._utils.loops import scan
 from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import inner
 from maxlib.hardware import current_device
-from maxlib.kernels.attention.softmax import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.inputs import AttentionInputs, Results
 

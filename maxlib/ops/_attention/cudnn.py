@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import current_device, is_blackwell
-from maxlib.kernels.attention.softmax import merge_sinks, sinks_gradient
+from maxlib.kernels.attention.merge import merge_sinks, sinks_gradient
 from maxlib.ops._attention.inputs import AttentionInputs, Results
 
 

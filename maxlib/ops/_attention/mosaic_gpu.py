@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlib._utils.varying import vary_alike
+from maxlib.kernels.attention.logits import LOG2_E, Logits
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.mosaic_gpu import config
-from maxlib.kernels.attention.softmax import LOG2_E, Logits, merge_sinks
 from maxlib.ops._attention.chunked import chunked_gradients
 from maxlib.ops._attention.inputs import AttentionInputs, Results
 

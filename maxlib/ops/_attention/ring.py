@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxlib.kernels.attention.softmax import merge_parts, merge_sinks
+from maxlib.kernels.attention.merge import merge_parts, merge_sinks
 from maxlib.ops._attention.api import attention
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Int
 
 from maxlib._xla_workarounds import together
-from maxlib.kernels.attention.softmax import merge_sinks
+from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.tiles import tiles_of
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.inputs import AttentionInputs, Results

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlib.kernels.attention.softmax import merge_parts, merge_sinks
+from maxlib.kernels.attention.merge import merge_parts, merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import chunked_gradients
 from maxlib.ops._attention.inputs import AttentionInputs, Results

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_blackwell, is_hopper
-from maxlib.kernels.attention.softmax import merge_sinks, sinks_gradient
+from maxlib.kernels.attention.merge import merge_sinks, sinks_gradient
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import attend_backward, chunked_tiles
 from maxlib.ops._attention.inputs import AttentionInputs, Results

@@ -21,10 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from maxlib.kernels import _compat
+from maxlib.kernels.attention.logits import Logits
 from maxlib.kernels.attention.mosaic_gpu import config, memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, Tiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, probabilities, settle, spread
-from maxlib.kernels.attention.softmax import Logits
 from maxlib.kernels.attention.tiles import causal_tiles, tiles_of, walk
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)

@@ -9,10 +9,11 @@ import einops
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlib.kernels.attention.logits import LOG2_E, Logits
+from maxlib.kernels.attention.merge import merge_parts
 from maxlib.kernels.attention.mosaic_gpu import config
 from maxlib.kernels.attention.mosaic_gpu.forward import forward
 from maxlib.kernels.attention.mosaic_gpu.latents import latents
-from maxlib.kernels.attention.softmax import LOG2_E, Logits, merge_parts
 
 
 def decode(

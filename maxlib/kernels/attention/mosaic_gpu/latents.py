@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from maxlib.kernels import _compat
+from maxlib.kernels.attention.logits import LOWEST, Logits
 from maxlib.kernels.attention.mosaic_gpu import memory
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS, HopperLatentTiles
 from maxlib.kernels.attention.mosaic_gpu.logits import hide, online_softmax, per_row, spread
-from maxlib.kernels.attention.softmax import LOWEST, Logits
 
 HALVES = 2  # warpgroups that compute
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from maxlib.kernels.attention.logits import Logits
 from maxlib.kernels.attention.mosaic_gpu.config import ROWS
-from maxlib.kernels.attention.softmax import Logits
 
 
 def probabilities(logits: Logits, bent, hide, lse, axis: int):

@@ -1,14 +1,8 @@
-"""Logits as kernels compute them, and merging of softmaxes over different keys, and with a sink."""
-
-import dataclasses
-import math
+"""Merging of softmaxes over different keys, and with a sink, by their log-sum-exps."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-LOWEST = float(jnp.finfo(jnp.float32).min)  # in place of -inf where two infinities would be subtracted
-LOG2_E = math.log2(math.e)
 
 
 def merge_parts(
@@ -77,33 +71,3 @@ def sinks_gradient(
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, T, N]
     share = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
     return -jnp.sum(share * delta, axis=(0, 1)).astype(sinks.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Logits:
-    """Map from raw products `q k` to logits: `scale * q k`, or `softcap * tanh(scale * q k / softcap)`.
-
-    Kernels keep unscaled logits `bent` and a maximum `max2` in base 2, so that `exp(logit - max)` is
-    `exp2(factor * bent - max2)`: one multiply-add and the hardware's exponential.
-
-    Args:
-        scale: Factor on the products; positive.
-        softcap: Bound of the logits, or None.
-    """
-
-    scale: float
-    softcap: float | None = None
-
-    @property
-    def factor(self) -> float:
-        """Returns the factor from `bend`'s result to logits in base 2."""
-        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
-
-    def bend(self, products):
-        """Applies the soft-cap's tanh, without multiplying by the cap; without a soft-cap returns the products."""
-        return products if self.softcap is None else jnp.tanh(products * (self.scale / self.softcap))
-
-    def slope(self, bent, weights):
-        """Multiplies `weights` by the derivative of the logits with respect to the products, divided by `scale`."""
-        # d/dx [c tanh(s x / c)] = s (1 - tanh^2)
-        return weights if self.softcap is None else weights * (1.0 - bent * bent)
