@@ -51,20 +51,6 @@ def test_each_token_and_head_is_rounded_by_its_own_scale(dtype, ring):
         np.testing.assert_allclose(stored, np.abs(np.asarray(want)).max(axis=-1), rtol=0.02)
 
 
-def test_rows_are_put_behind_what_there_is():
-    cache = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32)
-    keys, values = sized()
-    _, got_keys, got_values, _, _ = extended(cache, keys, values, first=4)
-    for got, want in ((got_keys, keys), (got_values, values)):
-        np.testing.assert_array_equal(got[:, 4:7], want)
-        assert not np.asarray(got[:, :4]).any() and not np.asarray(got[:, 7:]).any()
-    full = kv_cache(B, T, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32)
-    extended(full, keys, values)  # just fits
-    small = kv_cache(B, T - 1, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32)
-    with pytest.raises(ValueError, match="3 new tokens do not fit a cache of capacity 2"):
-        extended(small, keys, values)
-
-
 def test_a_cache_that_is_known_to_be_empty_is_written_without_reading_it():
     old, (new, _) = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32).k, sized()
     put = lambda length: put_rows(old + 1, new, nn.make_context(B, T, cache=nn.cache.Cache(None, length)))

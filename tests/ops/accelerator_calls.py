@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib import ops
-from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, TokenPositions, key_intervals
+from maxlib import nn, ops
+from maxlib.ops import Causal, Full, Mask, MaskHint, SlidingWindow
 from maxlib.ops._attention.table import ATTENTION
 from maxlib.ops._grouped_matmul.api import GROUPED_MATMUL
 from maxlib.ops._recurrent.gated_delta import GATED_DELTA
@@ -63,22 +63,18 @@ class Attention:
         return mask if self.window is None else mask & SlidingWindow(self.window)
 
     def intervals(self) -> tuple[jax.Array, jax.Array, MaskHint | None]:
-        """Returns the key interval of every query and the mask's static description."""
-        T, S, filled = self.tokens, self.keys, self.cache + self.tokens
-        index = np.arange(T) + self.cache  # [T]: queries come after the cache
-        length = -(-filled // self.documents)
-        start = index // length * length
-        stop = np.minimum(start + length, filled)
-        rows = (np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, stop))
-        tokens = TokenPositions(*map(jnp.asarray, rows))
-        # Kernels for named masks get the hint that `nn.Attention` would pass.
-        hint = self.mask.static
-        if hint is not None:
-            aligned = T == S
-            ids = (tokens.start, jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32) // length * length, (self.batch, S)))
-            segmented = hint.segmented or self.documents > 1
-            hint = MaskHint(dataclasses.replace(hint, aligned=aligned, segmented=segmented), ids if segmented else None)
-        return *key_intervals(self.mask, tokens), hint
+        """Returns the key interval of every query and the mask's static description, as `nn.Attention` passes them."""
+        if self.cache or self.room:
+            cache = nn.cache.kv_cache(
+                self.batch, self.keys, num_kv_heads=1, k_dim=1, v_dim=1, ring=None, dtype=jnp.float32
+            )
+            whole = nn.cache.Cache([cache], jnp.full(self.batch, self.cache, jnp.int32))
+            ctx = nn.make_context(self.batch, self.tokens, cache=whole)
+            return *ctx.key_intervals(self.mask), ctx.mask_hint(self.mask, cache)
+        ids = 1 + jnp.arange(self.tokens) // -(-self.tokens // self.documents)
+        ids = jnp.broadcast_to(ids, (self.batch, self.tokens)) if self.documents > 1 else None
+        ctx = nn.make_context(self.batch, self.tokens, segment_ids=ids)
+        return *ctx.key_intervals(self.mask), ctx.mask_hint(self.mask)
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns q, k, v, the output's cotangent, and sinks if there are any."""

@@ -6,10 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from maxlib import ops, quantization
+from maxlib import quantization
 from maxlib.quantization import _blocks
 from maxlib.quantization._matmul import Quantized
 from tests.ops import accelerator_calls as calls
@@ -66,17 +65,6 @@ def test_a_gradient_of_a_recurrence_that_is_3_percent_off_is_wrong():
     calls.check(DELTA, right, *arrays_and_truth(DELTA, jnp.bfloat16))
     with pytest.raises(AssertionError, match="d_k is off by 0.03"):
         calls.check(DELTA, lambda **x: right(**x | {"k": steeper(x["k"])}), *arrays_and_truth(DELTA, jnp.bfloat16))
-
-
-@pytest.mark.parametrize("name", ["prefill", "prefill in parts", "decode, half full", "decode, window"])
-def test_calls_with_a_cache_are_those_of_a_layer(name):
-    """Queries come after the cached keys, and no query sees the empty slots behind them."""
-    case = CASES[name]
-    start, end, hint = case.intervals()
-    index = case.cache + np.arange(case.tokens)
-    assert (np.asarray(end) == index + 1).all() and int(end.max()) == case.keys - case.room
-    assert (np.asarray(start) == (0 if case.window is None else np.maximum(index + 1 - case.window, 0))).all()
-    assert hint is not None and hint.static == ops.StaticMask("causal", case.window)
 
 
 @pytest.mark.gpu
