@@ -227,7 +227,7 @@ def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:
 def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:
     """Yields the mixtures of experts."""
     for moe in moes(program.plain):
-        yield ExpertLayer(moe.router.top_k, moe.capacity_factor, _repeats(moe) * share)
+        yield ExpertLayer(moe.router.top_k, _repeats(moe) * share)
 
 
 def _repeats(layer: Any) -> int:

@@ -171,7 +171,7 @@ def small(*types: str, sees: bool = False) -> qwen3_5.Qwen35:
 def test_a_refused_draft_cannot_be_taken_back_from_a_state(tmp_path):
     path, _ = qwen_mtp.with_module(parity.golden("qwen3_5")["one_to_one"], tmp_path)
     generator = inference.Generator(maxlib.from_pretrained(path, num_mtp=1), dtype=jnp.float32)
-    with pytest.raises(ValueError, match="only keep a state .*DeltaCache.* cannot be removed"):
+    with pytest.raises(ValueError, match="only keep a state .*StateCache.* cannot be removed"):
         inference.speculate(generator, [[1, 2, 3]], max_new_tokens=4)
 
 
