@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from maxlib._utils.timed_process import TimedProcess, wait_for_any
+from maxlib._utils.timed_process import TimedProcess, results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,25 +93,15 @@ class EnvironmentPool(contextlib.AbstractContextManager):
         return self._call(dict.fromkeys(numbers, ("reward", None)))
 
     def _call(self, calls: Mapping[int, tuple[str, Any]]) -> dict[int, Answer]:
-        with self._lock:  # engines in several threads may share the workers
-            return self._answers(calls)
-
-    def _answers(self, calls: Mapping[int, tuple[str, Any]]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
-        queues = [collections.deque[int]() for _ in self._workers]
-        for number in calls:
-            queues[number % len(queues)].append(number)
-        while len(answers) < len(calls):
-            for worker, queue in zip(self._workers, queues, strict=True):
-                if queue and worker.idle:
-                    number = queue.popleft()
-                    worker.start(number, 0, (number, *calls[number]), self.timeout)
-            for worker in wait_for_any(self._workers):
-                if (done := worker.result()) is not None:
-                    number, answer, failure = done
-                    if failure == "timeout":
-                        answer = Answer(failure="timeout", error=f"no answer within {self.timeout:g} s")
-                    answers[number] = answer or Answer(failure="crash", error="its process ended")
+        queues = [collections.deque() for _ in self._workers]
+        for number, call in calls.items():
+            queues[number % len(queues)].append((number, 0, (number, *call)))
+        with self._lock:  # engines in several threads may share the workers
+            for number, answer, failure in results(self._workers, queues, self.timeout):
+                if failure == "timeout":
+                    answer = Answer(failure="timeout", error=f"no answer within {self.timeout:g} s")
+                answers[number] = answer or Answer(failure="crash", error="its process ended")
         return {number: answers[number] for number in calls}  # in the order of the calls, whoever answered first
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from maxlib._utils.timed_process import TimedProcess, wait_for_any
+from maxlib._utils.timed_process import TimedProcess, results
 
 Reward = Callable[[Any], float | None]
 FAILURES = "timeout", "error", "nan"
@@ -40,17 +40,10 @@ class RewardPool(contextlib.AbstractContextManager):
     def __call__(self, items: Sequence[Any]) -> Float[np.ndarray, "N K"]:
         """Scores N items with K rewards; NaN for items that were not scored."""
         scores = np.full((len(items), len(self.rewards)), np.nan)
-        waiting = list(np.ndindex(scores.shape))[::-1]
-        while waiting or any(worker.job for worker in self._workers):
-            for worker in self._workers:
-                if waiting and worker.idle:
-                    n, k = waiting.pop()
-                    worker.start((n, k), k, items[n], self.timeout)
-            for worker in wait_for_any(self._workers):
-                if (done := worker.result()) is not None:
-                    job, scored, failure = done
-                    kind, scores[job] = scored or ("timeout" if failure == "timeout" else "error", math.nan)
-                    self.outcomes[kind] += 1
+        queue = collections.deque(((n, k), k, items[n]) for n, k in np.ndindex(scores.shape))
+        for job, scored, failure in results(self._workers, [queue] * len(self._workers), self.timeout):
+            kind, scores[job] = scored or ("timeout" if failure == "timeout" else "error", math.nan)
+            self.outcomes[kind] += 1
         return scores
 
     def metrics(self) -> dict[str, int]:

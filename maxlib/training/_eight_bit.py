@@ -1,31 +1,19 @@
 """Moments of optimizers in eight bits: float8 with a scale for each block."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from maxlib.training._optimizer_wrappers import LowState, in_float32, moment_test, rounded_changes
+from maxlib.training._optimizer_wrappers import Scaled, low_moments
 
 BLOCK = 128  # values on the last axis that share a scale
 LEAST = 16  # smaller blocks would need as many bytes for scales as they save
 LARGEST = 240.0  # what a block's largest magnitude becomes; float8_e4m3fn ends at 448
 _NOISE_BITS = 20  # of float32's 23 bits of mantissa, float8_e4m3fn has three
-
-
-class Scaled(NamedTuple):
-    """A moment in eight bits.
-
-    Attributes:
-        codes: Values divided by their scales; of a second moment the square roots.
-        scales: One for each block of the last axis.
-    """
-
-    codes: Array
-    scales: Float[Array, "..."]
 
 
 def eight_bit_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -39,36 +27,14 @@ def eight_bit_moments(optimizer: optax.GradientTransformation) -> optax.Gradient
     Args:
         optimizer: The optimizer to wrap.
     """
-    inner = in_float32(optimizer)
 
-    def narrow(state: Any, params: Any, key: Array) -> Any:
-        is_moment, (leaves, tree) = moment_test(params), jax.tree.flatten_with_path(state)
-        keys = jax.random.split(key, max(len(leaves), 1))
-        return jax.tree.unflatten(
-            tree,
-            [
-                _scaled(x, keys[i], is_square=_is_square(path)) if is_moment(path, x) and _block(x) >= LEAST else x
-                for i, (path, x) in enumerate(leaves)
-            ],
-        )
+    def narrow(path: Any, x: Array, key: Array) -> Any:
+        return _scaled(x, key, is_square=_is_square(path)) if _block(x) >= LEAST else x
 
-    def init(params):
-        return LowState(narrow(inner.init(params), params, jax.random.key(0)), jnp.zeros((), jnp.int32))
+    def widen(path: Any, x: Any) -> Any:
+        return _restored(x, is_square=_is_square(path)) if isinstance(x, Scaled) else x
 
-    def update(updates, state, params=None, **extra):
-        assert params is not None  # the step passes them
-        key = jax.random.fold_in(jax.random.key(0), state.updates)
-        leaves, tree = jax.tree.flatten_with_path(state.inner, is_leaf=_is_scaled)
-        wide = [_restored(x, is_square=_is_square(path)) if _is_scaled(x) else x for path, x in leaves]
-        changes, wide = inner.update(updates, jax.tree.unflatten(tree, wide), params, **extra)
-        low = narrow(wide, params, jax.random.fold_in(key, 0))
-        return rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_scaled(x: Any) -> bool:
-    return isinstance(x, Scaled)
+    return low_moments(optimizer, narrow, widen)
 
 
 def _is_square(path: Any) -> bool:

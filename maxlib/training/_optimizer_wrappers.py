@@ -90,10 +90,10 @@ def skip_spikes(
 
 
 class LowState(NamedTuple):
-    """State of `bfloat16_moments`.
+    """State of `bfloat16_moments` and `eight_bit_moments`.
 
     Attributes:
-        inner: State of the wrapped optimizer, with moments in bfloat16.
+        inner: State of the wrapped optimizer, with moments in fewer bits.
         updates: Number of updates, which seeds the noise.
     """
 
@@ -112,27 +112,63 @@ def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientT
     Args:
         optimizer: The optimizer to wrap.
     """
+
+    def narrow(path: Any, x: Array, key: Array) -> Array:
+        return _round_stochastically(x, key)
+
+    def widen(path: Any, x: Any) -> Any:
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+    return low_moments(optimizer, narrow, widen)
+
+
+def low_moments(
+    optimizer: optax.GradientTransformation,
+    narrow: Callable[[Any, Array, Array], Any],
+    widen: Callable[[Any, Any], Any],
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `optimizer` so that it computes in float32 and holds its moments in another form.
+
+    Parameters in bfloat16 are rounded stochastically.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        narrow: Returns the form in which a moment is held, from its path in the state, its value and a random key.
+        widen: Returns a leaf of the state for the optimizer, from its path and what is held there.
+    """
     inner = in_float32(optimizer)
 
-    def map_moments(f: Callable[[Array, int], Array], state: Any, params: Any) -> Any:
-        """Applies `f` to every moment and its number; counts and other scalars stay as they are."""
-        is_moment, (leaves, tree) = moment_test(params), jax.tree.flatten_with_path(state)
-        return jax.tree.unflatten(tree, [f(x, i) if is_moment(path, x) else x for i, (path, x) in enumerate(leaves)])
+    def held(state: Any, params: Any, key: Array) -> Any:
+        is_moment, (leaves, tree) = _moment_test(params), jax.tree.flatten_with_path(state)
+        keys = jax.random.split(key, max(len(leaves), 1))
+        return jax.tree.unflatten(
+            tree, [narrow(path, x, keys[i]) if is_moment(path, x) else x for i, (path, x) in enumerate(leaves)]
+        )
 
     def init(params):
-        low = map_moments(lambda x, i: x.astype(jnp.bfloat16), inner.init(params), params)
-        return LowState(low, jnp.zeros((), jnp.int32))
+        return LowState(held(inner.init(params), params, jax.random.key(0)), jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, **extra):
         assert params is not None  # the step passes them
         key = jax.random.fold_in(jax.random.key(0), state.updates)
-        wide = map_moments(lambda x, i: x.astype(jnp.float32), state.inner, params)
+        wide = jax.tree_util.tree_map_with_path(widen, state.inner, is_leaf=lambda x: isinstance(x, Scaled))
         changes, wide = inner.update(updates, wide, params, **extra)
-        keys = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
-        low = map_moments(lambda x, i: _round_stochastically(x, keys[i]), wide, params)
-        return rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
+        low = held(wide, params, jax.random.fold_in(key, 0))
+        return _rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Scaled(NamedTuple):
+    """A moment in eight bits.
+
+    Attributes:
+        codes: Values divided by their scales; of a second moment the square roots.
+        scales: One for each block of the last axis.
+    """
+
+    codes: Array
+    scales: Float[Array, "..."]
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -148,7 +184,7 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
 
 
-def moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
+def _moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
     """Returns a function of the path and value of a leaf in an optimizer's state: True for a moment of a parameter."""
     shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
 
@@ -168,7 +204,7 @@ def _round_stochastically(x: Float[Array, "..."], key: Array) -> Array:
     return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
 
 
-def rounded_changes(params: Any, changes: Any, key: Array) -> Any:
+def _rounded_changes(params: Any, changes: Any, key: Array) -> Any:
     """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
 
     def rounded(parameter: Array, change: Array, key: Array) -> Array:

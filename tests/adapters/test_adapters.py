@@ -132,8 +132,6 @@ def test_on_a_quantized_base(format):
     merged = jit(adapters.merge)(adapted)
     assert not [v for v in jax.tree.leaves(merged) if v.dtype not in (jnp.float32, jnp.int32)]
     close(logits(merged), logits(adapted), atol=5e-5)
-    narrow = jit(lambda model: adapters.merge(model, requantize=True))(adapted)
-    assert jax.tree.structure(narrow) == jax.tree.structure(base)
 
 
 def test_a_quantized_step_trains_factors_only():
