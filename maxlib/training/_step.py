@@ -85,28 +85,12 @@ def make_train_step(
             for a batch whose rows (of a microbatch) or sequence the layout does not divide; or for a name in `remat`
             that no layer marks.
     """
-    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha, dropout=dropout)
-    if microbatches < 1:
-        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
+    gradient_of = make_gradient(
+        loss, dtype=dtype, remat=remat, microbatches=microbatches, neftune_alpha=neftune_alpha, dropout=dropout
+    )
     optimizer = optax.with_extra_args_support(optimizer)
     if qk_clip is not None and qk_clip <= 0:
         raise ValueError(f"qk_clip must be the largest attention logit, a number above 0, got {qk_clip}")
-
-    def gradient_of(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array) -> Any:
-        """Returns the gradient of the mean loss, the mean loss, and `Stats`; the layout's pipeline says how."""
-        layout = sharding.current()
-        if dropout and layout is not None and layout.pipeline is not None:
-            raise ValueError("dropout is not supported in a pipeline: use a layout without one, or no dropout")
-        if layout is None or layout.pipeline is None or layout.pipeline.schedule == "gpipe":
-            return gradient(bound, trainable, rest, batch, key, microbatches=microbatches)
-        if microbatches > 1:
-            raise ValueError(
-                f"microbatches={microbatches} cannot be combined with a 1F1B pipeline, which has its own: leave it out, "
-                "and set those of sharding.Pipeline"
-            )
-        return pipelined_gradient(
-            loss, trainable, rest, batch, key, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha
-        )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if isinstance(loss, Loss):
@@ -141,6 +125,41 @@ def make_train_step(
         return TrainState(trainable, rest, opt_state, state.step + 1, state.key), _everywhere(metrics)
 
     return step
+
+
+def make_gradient(
+    loss: LossFunction,
+    *,
+    dtype: Any = None,
+    remat: nn.remat.Policy = None,
+    microbatches: int = 1,
+    neftune_alpha: float | None = None,
+    dropout: Mapping[str, float] | None = None,
+) -> Callable[..., tuple[dict[str, Any], Array, Stats]]:
+    """Makes `gradient(trainable, rest, batch, key)`, the gradient of the mean loss, the mean loss, and `Stats`.
+
+    The schedule of the active layout's pipeline decides how it is computed. Arguments are those of `make_train_step`.
+    """
+    bound = bind_options(loss, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha, dropout=dropout)
+    if microbatches < 1:
+        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
+
+    def gradient_of(trainable: dict[str, Any], rest: Any, batch: Batch, key: Array) -> Any:
+        layout = sharding.current()
+        if dropout and layout is not None and layout.pipeline is not None:
+            raise ValueError("dropout is not supported in a pipeline: use a layout without one, or no dropout")
+        if layout is None or layout.pipeline is None or layout.pipeline.schedule == "gpipe":
+            return gradient(bound, trainable, rest, batch, key, microbatches=microbatches)
+        if microbatches > 1:
+            raise ValueError(
+                f"microbatches={microbatches} cannot be combined with a 1F1B pipeline, which has its own: leave it out, "
+                "and set those of sharding.Pipeline"
+            )
+        return pipelined_gradient(
+            loss, trainable, rest, batch, key, dtype=dtype, remat=remat, neftune_alpha=neftune_alpha
+        )
+
+    return gradient_of
 
 
 def _updated(
