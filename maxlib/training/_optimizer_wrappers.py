@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -87,134 +87,6 @@ def skip_spikes(
         return updates_, SpikeState(inner_state, *means, count, skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class LowState(NamedTuple):
-    """State of `bfloat16_moments` and `eight_bit_moments`.
-
-    Attributes:
-        inner: State of the wrapped optimizer, with moments in fewer bits.
-        updates: Number of updates, which seeds the noise.
-    """
-
-    inner: Any
-    updates: Int[Array, ""]
-
-
-def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` so that it computes in float32 and holds its moments in bfloat16.
-
-    Parameters may be bfloat16 too (`nn.cast`). Stored values are rounded stochastically, with the correct mean: changes
-    below 1/256 add up, while rounding to nearest would lose them in every step. The random numbers depend only on the
-    number of the update, so runs repeat bit for bit. The update is computed from the rounded values, so transformations
-    that scale updates belong inside.
-
-    Args:
-        optimizer: The optimizer to wrap.
-    """
-
-    def narrow(path: Any, x: Array, key: Array) -> Array:
-        return _round_stochastically(x, key)
-
-    def widen(path: Any, x: Any) -> Any:
-        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
-
-    return low_moments(optimizer, narrow, widen)
-
-
-def low_moments(
-    optimizer: optax.GradientTransformation,
-    narrow: Callable[[Any, Array, Array], Any],
-    widen: Callable[[Any, Any], Any],
-) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` so that it computes in float32 and holds its moments in another form.
-
-    Parameters in bfloat16 are rounded stochastically.
-
-    Args:
-        optimizer: The optimizer to wrap.
-        narrow: Returns the form in which a moment is held, from its path in the state, its value and a random key.
-        widen: Returns a leaf of the state for the optimizer, from its path and what is held there.
-    """
-    inner = in_float32(optimizer)
-
-    def held(state: Any, params: Any, key: Array) -> Any:
-        is_moment, (leaves, tree) = _moment_test(params), jax.tree.flatten_with_path(state)
-        keys = jax.random.split(key, max(len(leaves), 1))
-        return jax.tree.unflatten(
-            tree, [narrow(path, x, keys[i]) if is_moment(path, x) else x for i, (path, x) in enumerate(leaves)]
-        )
-
-    def init(params):
-        return LowState(held(inner.init(params), params, jax.random.key(0)), jnp.zeros((), jnp.int32))
-
-    def update(updates, state, params=None, **extra):
-        assert params is not None  # the step passes them
-        key = jax.random.fold_in(jax.random.key(0), state.updates)
-        wide = jax.tree_util.tree_map_with_path(widen, state.inner, is_leaf=lambda x: isinstance(x, Scaled))
-        changes, wide = inner.update(updates, wide, params, **extra)
-        low = held(wide, params, jax.random.fold_in(key, 0))
-        return _rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-class Scaled(NamedTuple):
-    """A moment in eight bits.
-
-    Attributes:
-        codes: Values divided by their scales; of a second moment the square roots.
-        scales: One for each block of the last axis.
-    """
-
-    codes: Array
-    scales: Float[Array, "..."]
-
-
-def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` to get parameters and gradients in float32 for any dtype, so that its moments are float32."""
-    inner = optax.with_extra_args_support(optimizer)
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def update(updates, state, params=None, **extra):
-        return inner.update(wide(updates), state, params if params is None else wide(params), **extra)
-
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
-
-
-def _moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
-    """Returns a function of the path and value of a leaf in an optimizer's state: True for a moment of a parameter."""
-    shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
-
-    def is_moment(path: Any, leaf: Any) -> bool:
-        # A moment is stored under its parameter's path and has its shape.
-        known = [shapes.get(str(getattr(part, "key", ""))) for part in path]
-        return leaf.shape in known and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-    return is_moment
-
-
-def _round_stochastically(x: Float[Array, "..."], key: Array) -> Array:
-    """Rounds stochastically to bfloat16: adds noise below the last kept bit, then truncates."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    kept = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
-
-
-def _rounded_changes(params: Any, changes: Any, key: Array) -> Any:
-    """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
-
-    def rounded(parameter: Array, change: Array, key: Array) -> Array:
-        if parameter.dtype != jnp.bfloat16:
-            return change
-        exact = parameter.astype(jnp.float32)
-        return _round_stochastically(exact + change, key).astype(jnp.float32) - exact
-
-    leaves, tree = jax.tree.flatten(params)
-    return jax.tree.map(rounded, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
 
 
 class EMAState(NamedTuple):

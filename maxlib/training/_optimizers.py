@@ -15,10 +15,9 @@ import optax
 
 from maxlib import nn, sharding
 from maxlib.training._dion import scale_by_dion
-from maxlib.training._eight_bit import eight_bit_moments
+from maxlib.training._moments import bfloat16_moments, eight_bit_moments, in_float32
 from maxlib.training._muon import Dimensions, Normalize, scale_by_muon
 from maxlib.training._offload import offload_by_layer
-from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
 from maxlib.training._soap import scale_by_soap
 
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
