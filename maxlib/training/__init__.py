@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from maxlib.training._prefetch import Prefetch as Prefetch
     from maxlib.training._prefetch import StatefulLoader as StatefulLoader
     from maxlib.training._prefetch import follow_layout as follow_layout
-    from maxlib.training._ramp import Ramp as Ramp
+    from maxlib.training._schedules import Ramp as Ramp
     from maxlib.training._schedules import by_tokens as by_tokens
     from maxlib.training._schedules import warmup_cosine as warmup_cosine
     from maxlib.training._schedules import warmup_linear as warmup_linear

@@ -14,9 +14,8 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
-from maxlib.training._dion import scale_by_dion
 from maxlib.training._moments import bfloat16_moments, eight_bit_moments, in_float32
-from maxlib.training._muon import Dimensions, Normalize, scale_by_muon
+from maxlib.training._muon import Dimensions, Normalize, scale_by_dion, scale_by_muon
 from maxlib.training._offload import offload_by_layer
 from maxlib.training._soap import scale_by_soap
 
