@@ -280,7 +280,7 @@ def test_replicas_and_recomputed_gradients_are_compared(monkeypatch):
     assert probes.replicas_that_differ({"same": same, "other": other, "split": split}) == ["other"]
 
     answers = iter([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}])
-    monkeypatch.setattr(corruption, "gradient_digests", lambda *_: next(answers))
+    monkeypatch.setattr(_faults, "gradient_digests", lambda *_: next(answers))
     ours = trainer()
     ours.batch = tiny.batch()
     with pytest.raises(_faults.Corrupted, match=r"step 0, .*\['gradient of b'\]"):
