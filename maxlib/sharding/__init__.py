@@ -34,6 +34,7 @@ from maxlib.sharding._presets import CP_ULYSSES as CP_ULYSSES
 from maxlib.sharding._presets import DP as DP
 from maxlib.sharding._presets import EP as EP
 from maxlib.sharding._presets import FSDP as FSDP
+from maxlib.sharding._presets import FSDP_BY_EXPERT as FSDP_BY_EXPERT
 from maxlib.sharding._presets import FSDP_TP as FSDP_TP
 from maxlib.sharding._presets import OFFLOAD_LAYERS as OFFLOAD_LAYERS
 from maxlib.sharding._presets import OFFLOAD_OPTIMIZER as OFFLOAD_OPTIMIZER

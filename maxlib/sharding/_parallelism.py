@@ -46,6 +46,7 @@ class FullyShard(Strategy):
     Args:
         shard_axis: The mesh axis that splits the batch, and parameters along the width of the residual stream.
         replicate_axis: The mesh axis that splits the batch only.
+        by_expert: True splits the matrices of a mixture by expert instead of by width.
         gather_dtype: "float8_e4m3fn" or "float8_e5m2" rounds the matrices of `nn.Einsum` for the all-gathers, which
             then move half of the bytes of bfloat16. Devices round what they have, with a float32 scale for each index
             of the split dimension, and dequantize what they gathered; gradients do not change. Experts, embeddings and
@@ -58,6 +59,7 @@ class FullyShard(Strategy):
     kind: ClassVar[str] = "fsdp"
     shard_axis: str = "fsdp"
     replicate_axis: str = "data"
+    by_expert: bool = False
     gather_dtype: str | None = None
 
     def __post_init__(self):
@@ -68,8 +70,8 @@ class FullyShard(Strategy):
         # Nearly every matrix of a layer has one axis "embed", so one rule splits them all. MLA's up-projections have
         # "rank" instead, which uses the mesh axis only there.
         axis = self.shard_axis
-        batch = (self.replicate_axis, axis)
-        return {**rules, "batch": batch, "embed": axis, "rank": IfFree(axis), "expert_embed": axis}
+        experts = {"expert" if self.by_expert else "expert_embed": axis}
+        return {**rules, "batch": (self.replicate_axis, axis), "embed": axis, "rank": IfFree(axis), **experts}
 
     def traffic(self, step: StepFacts) -> Iterator[Traffic]:
         """Yields the all-gathers of weights for the forward and backward passes, and the reduce-scatters of

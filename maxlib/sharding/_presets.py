@@ -21,6 +21,7 @@ FSDP: Strategy = FullyShard()
 TP: Strategy = DP | TensorParallel()  # heads, MLP and vocabulary over the tensor axis, rows over the others
 FSDP_TP: Strategy = FSDP | TensorParallel()  # FSDP, with heads, MLP and vocabulary over the tensor axis
 EP: Strategy = FSDP | ExpertParallel()  # FSDP, with whole experts over the expert axis
+FSDP_BY_EXPERT: Strategy = FullyShard(by_expert=True)  # experts over the FSDP axis; each device gathers their weights
 # Combine these with any of the above: `FSDP | CP_RING | PP`.
 SP: Strategy = SequenceParallel()  # between the matmuls of tensor parallelism, the sequence over the tensor axis
 ZERO1: Strategy = ShardOptimizer()
@@ -42,6 +43,7 @@ PRESETS: Mapping[str, Strategy] = {
     "fsdp_tp_sp": FSDP_TP | SP,
     "ep": EP,
     "ep_tp": EP | TensorParallel(),
+    "fsdp_by_expert": FSDP_BY_EXPERT,
     "cp_gather": CP_GATHER,
     "cp_ring": CP_RING,
     "cp_ulysses": CP_ULYSSES,

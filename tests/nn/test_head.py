@@ -24,6 +24,7 @@ MESHES = {
     "fsdp_tp_sp": {"fsdp": 4, "tensor": 2},
     "ep": {"fsdp": 4, "expert": 2},
     "ep_tp": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "fsdp_by_expert": {"data": 2, "fsdp": 4},
     "cp_gather": {"context": 8},
     "cp_ring": {"context": 8},
     "cp_ulysses": {"context": 8},
