@@ -135,13 +135,13 @@ class Paging:
         return self._map(gather, stored)
 
     def view(self, caches: Caches) -> list[Array]:
-        """Returns those arrays of caches that are stored in blocks."""
-        return [x for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
+        """Returns those arrays of caches that are stored in blocks, as attention multiplies them."""
+        return [_turned(x) for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
 
     def with_view(self, stored: Caches, view: list[Array], slots: Int[Array, " R"] | None) -> Caches:
         """Returns the caches of rows whose blocks are gathered already."""
         arrays = iter(view)
-        return self._map(lambda x, rate: next(arrays) if rate else of_slots(x, slots), stored)
+        return self._map(lambda x, rate: _turned(next(arrays)) if rate else of_slots(x, slots), stored)
 
     def write_row(self, stored: Caches, row: Caches, table: Int[Array, " N"], slot: Any) -> Caches:
         """Stores a row in its slot and in the blocks of `table`."""
@@ -181,6 +181,13 @@ class Paging:
         return jax.tree.unflatten(
             jax.tree.structure(caches), [f(*each) for each in zip(*arrays, self.rates, strict=True)]
         )
+
+
+def _turned(x: Array) -> Array:
+    """Swaps the axes of tokens and heads. A product of matrices needs heads first, so a view with tokens first would be
+    copied in each step.
+    """
+    return jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x
 
 
 def of_slots(x: Array, slots: Int[Array, " R"] | None) -> Array:
@@ -226,45 +233,6 @@ def read_row(stored: Caches, table: Int[Array, " N"], slot: Any, length: Any, *,
 def gather_view(stored: Caches, tables: Int[Array, "R N"], *, paging: Paging) -> list[Array]:
     """Returns the view of rows."""
     return paging.view(paging.read(stored, tables, None))
-
-
-class Blocks:
-    """The blocks of a storage, each with the number of those who hold it."""
-
-    def __init__(self):
-        self._num_holders: list[int] = []
-        self._free: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._num_holders)
-
-    @property
-    def num_free(self) -> int:
-        """Returns the number of blocks that nobody holds."""
-        return len(self._free)
-
-    def add(self, count: int) -> None:
-        """Adds free blocks."""
-        self._free += range(len(self), len(self) + count)
-        self._num_holders += [0] * count
-
-    def take(self, count: int) -> list[int]:
-        """Returns free blocks, which have one holder from now on."""
-        taken = [self._free.pop() for _ in range(count)]
-        self.share(taken)
-        return taken
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """Adds a holder of each block."""
-        for block in blocks:
-            self._num_holders[block] += 1
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Removes a holder of each block."""
-        for block in blocks:
-            self._num_holders[block] -= 1
-            if not self._num_holders[block]:
-                self._free.append(block)
 
 
 def table_of(blocks: Sequence[int], length: int) -> np.ndarray:

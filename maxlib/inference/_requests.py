@@ -9,7 +9,6 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from maxlib.inference._continuous import LocalEngine
 
 LogitsProcessor = Callable[["Request"], Float[np.ndarray, " V"]]
-SHORTEST_PREFIX = 16  # tokens that are worth copying instead of computing them
 
 
 class Options(NamedTuple):
@@ -187,11 +185,11 @@ def settings_of(rows: Sequence[Request | None], vocab: int) -> Settings:
     log_min_p = [-math.inf if sampler.min_p is None else math.log(sampler.min_p) for sampler in samplers]
     penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers]
     return Settings(
-        temperature=jnp.asarray([sampler.temperature for sampler in samplers], jnp.float32),
-        top_k=jnp.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], jnp.int32),
-        top_p=jnp.asarray([sampler.top_p or 1.0 for sampler in samplers], jnp.float32),
-        log_min_p=jnp.asarray(log_min_p, jnp.float32),
-        penalties=jnp.asarray(penalties, jnp.float32),
+        temperature=np.asarray([sampler.temperature for sampler in samplers], np.float32),
+        top_k=np.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], np.int32),
+        top_p=np.asarray([sampler.top_p or 1.0 for sampler in samplers], np.float32),
+        log_min_p=np.asarray(log_min_p, np.float32),
+        penalties=np.asarray(penalties, np.float32),
     )
 
 
@@ -229,17 +227,3 @@ def bias_of(rows: Sequence[Request | None], vocab: int) -> np.ndarray | None:
 def power_of_two(number: int) -> int:
     """Rounds a number up to a power of two, so that similar ones share a program; 0 stays 0."""
     return 1 << (number - 1).bit_length() if number else 0
-
-
-def have_equal_inputs(a: Request, b: Request) -> bool:
-    """Returns whether two requests have the same images and clips, or none."""
-    return a._inputs is b._inputs or not (a._inputs or b._inputs)
-
-
-def common_length(a: list[int], b: list[int]) -> int:
-    """Returns the number of tokens that two texts have in common at their beginning."""
-    if a[:SHORTEST_PREFIX] != b[:SHORTEST_PREFIX]:  # most often
-        return 0
-    size = min(len(a), len(b))
-    differs = np.asarray(a[:size]) != np.asarray(b[:size])
-    return int(differs.argmax()) if differs.any() else size

@@ -205,7 +205,7 @@ def test_directories_of_other_processors_are_refused(tmp_path):
         data.ImageProcessor.from_directory(tmp_path)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps({"image_processor_type": "SiglipImageProcessor"}))
-    with pytest.raises(ValueError, match="prepared by Qwen2VLImageProcessor, .*, this model's by SiglipImageProcessor"):
+    with pytest.raises(ValueError, match="must be one of Qwen2VLImageProcessor, .*, got 'SiglipImageProcessor'"):
         data.ImageProcessor.from_directory(tmp_path)
     path.write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "resample": 2}))
     with pytest.raises(ValueError, match="resample must be 3, got 2"):

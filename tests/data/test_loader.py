@@ -104,7 +104,9 @@ def test_resume_is_exact_after_every_batch(strategy):
         next(reading)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES[0], *(pytest.param(name, marks=pytest.mark.full) for name in STRATEGIES[1:])]
+)
 def test_resume_near_the_end_of_finite_data(strategy):
     finite = partial(loader, data.in_memory(documents()), strategy=strategy, num_shards=3)
     uninterrupted, reading = list(finite()), finite()
@@ -181,9 +183,9 @@ def test_hosts_that_do_not_divide_the_shards_share_them(monkeypatch):
     """
     docs = data.in_memory(documents())
     make = lambda: data.Loader(partial(shard_rows, docs=docs), batch_size=BATCH, num_shards=num_shards, timeout=60.0)
-    for num_shards, hosts in ((1, 2), (2, 3), (2, 4), (4, 3), (6, 4)):
+    for num_shards, hosts in ((1, 2), (2, 3), (6, 4)):
         num_shards_held = [len(data.host_shards(num_shards, host=i, num_hosts=hosts)) for i in range(hosts)]
-        held = {(1, 2): [1, 1], (2, 3): [1, 2, 1], (2, 4): [1] * 4, (4, 3): [2] * 3, (6, 4): [2] * 4}
+        held = {(1, 2): [1, 1], (2, 3): [1, 2, 1], (6, 4): [2] * 4}
         assert num_shards_held == held[num_shards, hosts]
         loaders = []
         for host in range(hosts):

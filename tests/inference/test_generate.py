@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from maxlib import inference, nn, ops, sharding
-from maxlib.inference import Generator, Sampler, _generate, stream_text
+from maxlib.inference import Generator, Sampler, stream_text
 from maxlib.inference._generate import right_padded
 from maxlib.ops import DynamicNTKScaling, Rope
 from tests.nn.tiny import LLAMA, filled, filled_llama
@@ -63,22 +63,6 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(generator):
     assert first == generator.generate(PROMPTS, **options)
     assert first[0] == generator.generate([PROMPTS[0], [1], [2]], **options)[0]
     assert first != generator.generate(PROMPTS, **options | {"key": jax.random.key(4)})
-
-
-@pytest.mark.parametrize(
-    ("runs", "computed"),
-    [((3, 3, 3), 3), *(pytest.param(*x, marks=pytest.mark.full) for x in (((2, 4, 2), 4), ((2, 1, 3), 6)))],
-)
-def test_repeated_prompts_are_computed_once(model, monkeypatch, runs, computed):
-    """Rollouts repeat each prompt; the draws are those of rows that are all computed."""
-    prompts = [prompt for prompt, count in zip(PROMPTS, runs, strict=True) for _ in range(count)]
-    options = dict(max_new_tokens=5, sampler=Sampler(temperature=0.8), key=jax.random.key(3), capacity=32)
-    lengths, prefill, own = [], _generate._prefill, Generator(model, dtype=jnp.float32)
-    spy = lambda model, tokens, *rest, **more: lengths.append(len(tokens)) or prefill(model, tokens, *rest, **more)
-    monkeypatch.setattr(_generate, "_prefill", spy)
-    once = own.generate(prompts, **options)
-    monkeypatch.setattr(_generate, "_repeats", lambda texts: 1)
-    assert own.generate(prompts, **options) == once and lengths == [computed, len(prompts)]
 
 
 def test_without_a_key_each_call_draws_anew(model):

@@ -36,6 +36,7 @@ def generator(theirs, tmp_path_factory):
     return Generator(maxlib.from_pretrained(directory), dtype=jnp.float32)
 
 
+@pytest.mark.full  # by default tests/models compare logits, and test_engine_images.py texts of one family
 def test_greedy_continuation_is_that_of_transformers(theirs, generator):
     want = []
     for prompt, images in zip(PROMPTS, SPLIT, strict=True):

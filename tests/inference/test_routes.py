@@ -60,18 +60,3 @@ def test_recorded_routes_are_the_models_own_and_are_replayed(model):
         assert (row[length:] == -1).all()
     learned = batch["targets"] >= 0
     np.testing.assert_allclose(batch["sampler_log_probs"][learned], log_probs[learned], atol=1e-5)
-
-
-def test_every_token_has_the_version_of_its_weights(model):
-    engine = LocalEngine(model, slots=2, dtype=jnp.float32)
-    first = engine.submit(SYSTEM, max_new_tokens=8)
-    tokens = iter(first)
-    for _ in range(2):
-        next(tokens)
-    engine.update(model)
-    second = engine.submit(SYSTEM[::-1], max_new_tokens=4)
-    assert second.result().versions == [1] * 4
-    engine.update(model, 7)
-    versions = first.result().versions or []
-    assert versions == sorted(versions) and set(versions) == {0, 1, 7} and first.result().version == 0
-    assert engine.submit(SYSTEM, max_new_tokens=2).result().versions == [7, 7] and second.cached == 0
