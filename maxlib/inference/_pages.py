@@ -39,6 +39,48 @@ class Caches:
         return Caches(dataclasses.replace(self.model, length=length), mtp)
 
 
+@nn.pytree
+class HeadsFirstCache(nn.cache.KVCache):
+    """Keys and values of a view, `B K S H`: as attention multiplies them, so that a step copies none."""
+
+    @classmethod
+    def turned(cls, caches: Caches) -> Caches:
+        """Returns caches with the axes of tokens and heads of all keys and values swapped."""
+        return _map_keys(lambda cache: cls(jnp.swapaxes(cache.k, 1, 2), jnp.swapaxes(cache.v, 1, 2)), caches)
+
+    @classmethod
+    def labeled(cls, caches: Caches) -> Caches:
+        """Returns caches whose keys and values have these axes already."""
+        return _map_keys(lambda cache: cls(cache.k, cache.v), caches)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a row can hold."""
+        return self.k.shape[-2]
+
+    def extend(self, k: Array, v: Array, ctx: nn.Context, k_start: Array, k_end: Array) -> nn.cache.Extended:
+        """Stores the new tokens of each row after its cached ones, and returns all slots to attend to."""
+        row, slot = jnp.arange(len(k))[:, None], ctx.length[:, None] + jnp.arange(k.shape[1])[None]
+        new_k, new_v = (
+            old.at[row, :, slot].set(new.astype(old.dtype), mode="drop") for old, new in ((self.k, k), (self.v, v))
+        )
+        new = HeadsFirstCache(new_k, new_v)
+        return new, jnp.swapaxes(new_k, 1, 2), jnp.swapaxes(new_v, 1, 2), k_start, k_end
+
+    def unrolled(self, length: Int[Array, " B"]) -> nn.cache.Ordered:
+        """Returns keys and values, and the offset from a token's index to its slot."""
+        return jnp.swapaxes(self.k, 1, 2), jnp.swapaxes(self.v, 1, 2), jnp.zeros_like(length)
+
+
+def _map_keys(change: Callable[[nn.cache.KVCache], HeadsFirstCache], caches: Caches) -> Caches:
+    """Changes the caches of keys and values with a slot for each token."""
+    return jax.tree.map(
+        lambda cache: change(cache) if isinstance(cache, nn.cache.KVCache) else cache,
+        caches,
+        is_leaf=lambda cache: isinstance(cache, nn.cache.KVCache),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Making:
     """How caches are made; a static argument.
@@ -95,7 +137,7 @@ class Paging:
             for x, y in zip(jax.tree.leaves(long), jax.tree.leaves(longer), strict=True)
         ]
         # A window that is longer than all rows has an entry for each token instead.
-        is_ring, becomes_ring = _in_rings(making.shapes(model)), _in_rings(long)
+        is_ring, becomes_ring = (_belong_to(caches, nn.cache.RingCache) for caches in (making.shapes(model), long))
         rates = [
             1 if turns and not ring else rate for rate, ring, turns in zip(rates, is_ring, becomes_ring, strict=True)
         ]
@@ -135,13 +177,13 @@ class Paging:
         return self._map(gather, stored)
 
     def view(self, caches: Caches) -> list[Array]:
-        """Returns those arrays of caches that are stored in blocks, as attention multiplies them."""
-        return [_turned(x) for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
+        """Returns those arrays of caches that are stored in blocks."""
+        return [x for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
 
     def with_view(self, stored: Caches, view: list[Array], slots: Int[Array, " R"] | None) -> Caches:
         """Returns the caches of rows whose blocks are gathered already."""
         arrays = iter(view)
-        return self._map(lambda x, rate: _turned(next(arrays)) if rate else of_slots(x, slots), stored)
+        return HeadsFirstCache.labeled(self._map(lambda x, rate: next(arrays) if rate else of_slots(x, slots), stored))
 
     def write_row(self, stored: Caches, row: Caches, table: Int[Array, " N"], slot: Any) -> Caches:
         """Stores a row in its slot and in the blocks of `table`."""
@@ -167,11 +209,15 @@ class Paging:
         row = jnp.arange(len(start))[:, None]
         block = tables.at[row, index // self.block].get(mode="fill", fill_value=NOWHERE)
 
+        heads_first = iter(_belong_to(rows, HeadsFirstCache))
+
         def write(x: Array, new: Array, rate: int) -> Array:
+            is_heads_first = next(heads_first)
             if not rate:
                 return with_slots(x, slots, new)
             entry = index // rate
-            return x.at[block, entry % x.shape[1]].set(new.at[row, entry].get(mode="clip"), mode="drop")
+            tokens = (new.at[row, :, entry] if is_heads_first else new.at[row, entry]).get(mode="clip")
+            return x.at[block, entry % x.shape[1]].set(tokens, mode="drop")
 
         return self._map(write, stored, rows)
 
@@ -181,13 +227,6 @@ class Paging:
         return jax.tree.unflatten(
             jax.tree.structure(caches), [f(*each) for each in zip(*arrays, self.rates, strict=True)]
         )
-
-
-def _turned(x: Array) -> Array:
-    """Swaps the axes of tokens and heads. A product of matrices needs heads first, so a view with tokens first would be
-    copied in each step.
-    """
-    return jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x
 
 
 def of_slots(x: Array, slots: Int[Array, " R"] | None) -> Array:
@@ -206,10 +245,10 @@ def most_tokens(model: Any) -> int:
     return model.max_length if learned else 1 << 21
 
 
-def _in_rings(caches: Caches) -> list[bool]:
-    """Returns for each array whether it belongs to a ring."""
-    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, nn.cache.RingCache))
-    return [isinstance(node, nn.cache.RingCache) for node in nodes for _ in jax.tree.leaves(node)]
+def _belong_to(caches: Caches, kind: type) -> list[bool]:
+    """Returns for each array whether it belongs to a cache of a kind."""
+    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, kind))
+    return [isinstance(node, kind) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 @functools.partial(jax.jit, static_argnames=("paging", "num_blocks"))
@@ -232,7 +271,7 @@ def read_row(stored: Caches, table: Int[Array, " N"], slot: Any, length: Any, *,
 @functools.partial(jax.jit, static_argnames="paging")
 def gather_view(stored: Caches, tables: Int[Array, "R N"], *, paging: Paging) -> list[Array]:
     """Returns the view of rows."""
-    return paging.view(paging.read(stored, tables, None))
+    return paging.view(HeadsFirstCache.turned(paging.read(stored, tables, None)))
 
 
 def table_of(blocks: Sequence[int], length: int) -> np.ndarray:

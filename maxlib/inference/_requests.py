@@ -9,6 +9,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -185,11 +186,11 @@ def settings_of(rows: Sequence[Request | None], vocab: int) -> Settings:
     log_min_p = [-math.inf if sampler.min_p is None else math.log(sampler.min_p) for sampler in samplers]
     penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers]
     return Settings(
-        temperature=np.asarray([sampler.temperature for sampler in samplers], np.float32),
-        top_k=np.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], np.int32),
-        top_p=np.asarray([sampler.top_p or 1.0 for sampler in samplers], np.float32),
-        log_min_p=np.asarray(log_min_p, np.float32),
-        penalties=np.asarray(penalties, np.float32),
+        temperature=jnp.asarray([sampler.temperature for sampler in samplers], jnp.float32),
+        top_k=jnp.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], jnp.int32),
+        top_p=jnp.asarray([sampler.top_p or 1.0 for sampler in samplers], jnp.float32),
+        log_min_p=jnp.asarray(log_min_p, jnp.float32),
+        penalties=jnp.asarray(penalties, jnp.float32),
     )
 
 
