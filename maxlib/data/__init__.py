@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from maxlib.data._images import ImageProcessor as ImageProcessor
     from maxlib.data._images import PixtralImageProcessor as PixtralImageProcessor
     from maxlib.data._loader import Loader as Loader
-    from maxlib.data._loader import host_shards as host_shards
     from maxlib.data._megatron import megatron_documents as megatron_documents
     from maxlib.data._megatron import megatron_samples as megatron_samples
     from maxlib.data._mixture import Mixture as Mixture

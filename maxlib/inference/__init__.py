@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from maxlib.inference._server import ReloadingServerEngine as ReloadingServerEngine
     from maxlib.inference._server import ServerEngine as ServerEngine
     from maxlib.inference._server import ServerError as ServerError
-    from maxlib.inference._text import encode as encode
     from maxlib.inference._text import stream_text as stream_text
     from maxlib.inference._tool_calls import ParsedAnswer as ParsedAnswer
     from maxlib.inference._tool_calls import ToolCall as ToolCall

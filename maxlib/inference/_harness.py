@@ -226,18 +226,13 @@ class Harness(_TemplateLM):
         return texts
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> list[Score]:
-        scores = self._scores(requests, disable_tqdm)
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        scored = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
+        scored = track(scored, "loglikelihood", total=len(pairs), disable=disable_tqdm)
+        scores = [pair_score for _, pair_score in sorted(scored)]
         for request, value in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], value)
         return scores
-
-    def _scores(self, requests: Any, disable_tqdm: bool) -> list[Score]:
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        scored = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
-        return [
-            pair_score
-            for _, pair_score in sorted(track(scored, "loglikelihood", total=len(pairs), disable=disable_tqdm))
-        ]
 
     def _of_equal_options(self, requests: Any) -> Iterator[list[int]]:
         """Yields the indices of requests to generate at once: with equal options, the longest first."""

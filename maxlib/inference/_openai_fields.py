@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -58,7 +58,7 @@ class Fields(pydantic.BaseModel):
     return_tokens_as_token_ids: bool = False
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Self:
+    def _read(cls, body: Mapping[str, Any]) -> Any:
         """Reads a request; null counts as absent.
 
         Raises:
@@ -119,9 +119,13 @@ class CompletionFields(Fields):
     add_special_tokens: bool = True
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Self:
-        """Reads a request, as `Fields` does."""
-        fields = super().read(body)
+    def read(cls, body: Mapping[str, Any]) -> "CompletionFields":
+        """Reads a request.
+
+        Raises:
+            BadRequest: when a field is unknown, of another type, or out of range.
+        """
+        fields = cls._read(body)
         if fields.best_of not in (None, fields.n):
             raise BadRequest("best_of other than n is not supported", "best_of")
         if fields.echo and fields.stream:
@@ -155,9 +159,9 @@ class ChatFields(Fields):
     chat_template_kwargs: dict[str, Any] = {}
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Self:
-        """Reads a request, as `Fields` does."""
-        fields = super().read(body)
+    def read(cls, body: Mapping[str, Any]) -> "ChatFields":
+        """Reads a request, as `CompletionFields.read` does."""
+        fields = cls._read(body)
         if not all(isinstance(message.get("role"), str) for message in fields.messages):
             raise BadRequest("messages must be objects with a role", "messages")
         fields.max_tokens = fields.max_completion_tokens or fields.max_tokens

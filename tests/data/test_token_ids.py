@@ -152,31 +152,9 @@ ENTRANCES = {
     "pad": [padded, padded_targets],
     "completion_batch": [prompt, completion],
 }
-TEXT_ONLY = {"array_record", "chats", "jsonl", "kto_examples", "pairs", "python_docs", "text_files", "tokenize_chats"}
-OF_CHECKED = {
-    "token_ids",
-    "Loader",
-    "Mixture",
-    "SkipBadRecords",
-    "host_shards",
-    "in_workers",
-    "read_manifest",
-    "split",
-}
-PROCESSORS = {name for name in dir(data) if name.endswith("Processor")} | {"Video"}
 # Type hints are checked in tests; without that, the check of the value refuses the same.
 HINT = "violates type hint|Type-check error"
 WAYS = [(name, way) for name, ways in ENTRANCES.items() for way in ways]
-
-
-def test_every_public_name_is_known_to_take_ids_or_not():
-    public = {name for name in dir(data) if not name.startswith("_")}
-    assert public == (ENTRANCES.keys() - {"completion_batch"}) | TEXT_ONLY | OF_CHECKED | PROCESSORS
-
-
-@pytest.mark.parametrize(("name", "enter"), WAYS)
-def test_ids_are_read_as_they_are(name, enter, tmp_path):
-    assert enter([5, 7], tmp_path)[:1].tolist() == [5]
 
 
 BAD = 2**31, 2**70, -1, -(2**31) - 1, 5.0, True, "7", None, [7]

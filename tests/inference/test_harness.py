@@ -73,17 +73,6 @@ def test_continuations_end_at_texts_and_at_the_end_token(generator):
     assert len(got[1]) < len(decode(free[1]))
 
 
-def test_continuations_end_at_each_of_several_tokens_and_at_special_ones(generator):
-    """A special token is found by its text, which is not in the answer."""
-    (free,) = generator.generate([PAIRS[0][0]], max_new_tokens=8)
-    first, second, third, *_ = dict.fromkeys(free[1:])
-    assert free[0] not in (first, second, third)
-    decode = lambda ids, special=False: "".join(f"<{i}>" for i in ids if special or i != second)
-    for stops, until, count in ([third, first], [], 1), ([third], [f"<{second}>"], free.index(second)):
-        options = {"until": until, "stop_token_ids": stops, "max_new_tokens": 8}
-        assert continue_until(generator, [PAIRS[0][0]], decode=decode, **options) == [decode(free[:count])]
-
-
 def test_continuations_stop_as_soon_as_all_rows_ended(generator, monkeypatch):
     steps, stream = [], generator.stream
     monkeypatch.setattr(
@@ -104,12 +93,6 @@ def test_options_of_tasks():
         options(num_beams=4)
     with pytest.raises(ValueError, match="temperature above 0"):
         options(do_sample=True)
-
-
-def test_without_lm_eval_it_says_what_to_install(monkeypatch, generator):
-    monkeypatch.setattr(_harness, "_TemplateLM", object)
-    with pytest.raises(ImportError, match=r"maxlib\[eval\]"):
-        inference.Harness(generator.model, None)
 
 
 WORDS = [
