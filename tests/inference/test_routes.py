@@ -19,8 +19,8 @@ SYSTEM = RNG.integers(0, 60, 40).tolist()
 @pytest.fixture(scope="module")
 def model():
     cfg = qwen3_moe.Config(
-        vocab=64, num_layers=3, dim=32, num_heads=4, num_kv_heads=2, head_dim=8, rope=ops.Rope(8, max_length=128),
-        expert_dim=16, num_experts=4, top_k=2, mlp_dim=32, dense_layers=(1,),
+        vocab=64, num_layers=2, dim=32, num_heads=4, num_kv_heads=2, head_dim=8, rope=ops.Rope(8, max_length=128),
+        expert_dim=16, num_experts=4, top_k=2, mlp_dim=32, dense_layers=(0,),
     )  # fmt: skip
     return filled(lambda: qwen3_moe.Qwen3MoE(cfg, rngs=nnx.Rngs(0)))
 
