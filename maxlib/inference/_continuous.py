@@ -623,7 +623,8 @@ class LocalEngine:
 
     def _drop_caches(self) -> None:
         """Forgets all caches; no row is running."""
-        self._owners, self._memory = [None] * self.slots, Memory(self._block)
+        self._owners = [None for _ in range(self.slots)]
+        self._memory = Memory(self._block)
         self._paging, self._state = None, None
 
     def _take_blocks(self) -> None:

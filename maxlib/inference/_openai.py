@@ -279,7 +279,11 @@ class Server:
         return await asyncio.to_thread(encode, prompt)
 
     async def _choices(
-        self, fields: Fields, prompts: list[list[int]], tool_format: ToolFormat | None, tools: Sequence[Any]
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[list[int]],
+        tool_format: ToolFormat | None,
+        tools: Sequence[Any],
     ) -> list[_Choice]:
         """Submits `n` completions of each prompt."""
         assert fields.max_tokens is not None

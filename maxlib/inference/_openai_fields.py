@@ -112,7 +112,7 @@ class CompletionFields(Fields):
     """Fields of `/v1/completions`; `logprobs` is the number of the best tokens, None for none."""
 
     prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=1024)]
-    max_tokens: int = Field(16, ge=0, lt=1 << 31)  # pyright: ignore[reportIncompatibleVariableOverride]
+    max_tokens: int = Field(16, ge=0, lt=1 << 31)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = None
