@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from maxlib import nn
+from maxlib.hardware import current_device
 from maxlib.inference._generate import empty_cache
 
 NOWHERE = 1 << 30  # a block that does not exist: what is written there is dropped
@@ -41,16 +42,16 @@ class Caches:
 
 @nn.pytree
 class HeadsFirstCache(nn.cache.KVCache):
-    """Keys and values of a view, `B K S H`: as attention multiplies them, so that a step copies none."""
+    """Keys and values of a view on CPUs, `B K S H`: as XLA multiplies them, so that a step copies none."""
 
     @classmethod
     def turned(cls, caches: Caches) -> Caches:
-        """Returns caches with the axes of tokens and heads of all keys and values swapped."""
+        """Returns caches with the axes of tokens and heads of all keys and values swapped, on CPUs."""
         return _map_keys(lambda cache: cls(jnp.swapaxes(cache.k, 1, 2), jnp.swapaxes(cache.v, 1, 2)), caches)
 
     @classmethod
     def labeled(cls, caches: Caches) -> Caches:
-        """Returns caches whose keys and values have these axes already."""
+        """Returns caches whose keys and values have these axes already, on CPUs."""
         return _map_keys(lambda cache: cls(cache.k, cache.v), caches)
 
     @property
@@ -73,7 +74,9 @@ class HeadsFirstCache(nn.cache.KVCache):
 
 
 def _map_keys(change: Callable[[nn.cache.KVCache], HeadsFirstCache], caches: Caches) -> Caches:
-    """Changes the caches of keys and values with a slot for each token."""
+    """Changes the caches of keys and values with a slot for each token; kernels of other devices read tokens first."""
+    if current_device()[0] != "cpu":
+        return caches
     return jax.tree.map(
         lambda cache: change(cache) if isinstance(cache, nn.cache.KVCache) else cache,
         caches,
