@@ -40,6 +40,7 @@ def hugging_face() -> Any:
 
 
 def main() -> None:
+    import torch
     from transformer_lens import HookedTransformer, HookedTransformerConfig
     from transformer_lens.pretrained.weight_conversions.gpt2 import convert_gpt2_weights
 
