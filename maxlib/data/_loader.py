@@ -97,6 +97,7 @@ class Loader:
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
         held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
         self._returned = np.full(held.size, True) if shards is not None else np.isin(held, _equal_share(batch_size))
+        self._num_hosts = 1 if shards is not None else _position(None, None)[1]  # of an equal share of the rows
         self.rows = self._counted_rows = held[self._returned]
         self.wait_seconds, self._bad_records = 0.0, bad_records
         self._readers: dict[int, Reader] = {}
@@ -109,6 +110,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._num_batches is not None and self.batches >= self._num_batches:
             raise StopIteration
+        self._check_rows()
         self._collect()
         batches = [self._ready[s][0] for s in self.shards]
         self._counts = {s: self._ready[s][2] for s in self.shards}
@@ -149,6 +151,7 @@ class Loader:
                 or `batch_size` does not divide over the mesh.
         """
         rows, counted = _rows_of_process(sharding, self._batch_size)
+        self._num_hosts = 1
         if not np.array_equal(rows, self.rows):
             if self._is_fixed or self.batches:
                 raise ValueError(
@@ -194,6 +197,15 @@ class Loader:
         self.batches, self._states = batches, states
         self._counts: dict[int, dict[str, int]] = {}
         self._padding_row: Batch | None = None
+
+    def _check_rows(self) -> None:
+        """Raises ValueError on all hosts if some of them have no rows."""
+        if self._batch_size < self._num_hosts:
+            raise ValueError(
+                f"Every process returns an equal part of each global batch, but there are {self._num_hosts} processes for "
+                f"batch_size={self._batch_size}: use at least as many rows; or, where processes share rows or each trains alone, "
+                "let the loader follow the layout (`training.follow_layout`), or pass shards=."
+            )
 
     def _collect(self) -> None:
         """Waits until every shard of this host has its next batch; batches that have arrived are kept if the wait is

@@ -1,7 +1,7 @@
 """Injects faults into a training run of several processes, under the recommended launcher, and compares its end with an
 undisturbed run.
 
-`nox -s chaos` or `python -m tests.training.chaos --faults 60 --gap 20 --processes 4 --draw docs/chaos.png`. Nothing
+`nox -s chaos` or `python -m tests.training.chaos --faults 60 --period 30 --processes 4 --draw docs/chaos.png`. Nothing
 that was finished may be lost, the final parameters, moments and places in the data must be those of the untouched run,
 bit for bit, and a fault that stops the run must be said within a minute.
 """
@@ -278,27 +278,29 @@ class Result:
 
 
 def chaos(
-    directory: Path, names: list[str], *, processes: int, gap: float, pause: float = 0.05, seed: int = 0
+    directory: Path, names: list[str], *, processes: int, period: float, pause: float = 0.05, seed: int = 0
 ) -> Result:
-    """Injects the faults into a run, `gap` seconds apart.
+    """Injects the faults into a run, one every `period` seconds, or later while the run is still getting over the last.
 
     Raises AssertionError if the run ends differently from the undisturbed one.
     """
     rng, progress, faults, begin = random.Random(seed), [], [], time.monotonic()
     with running(Run(directory / "chaos", processes, pause)) as run:
         wait_for(run.notes, 60, run, "the first start")
-        for name in names:
+        for number, name in enumerate(names, 1):
             reached = run.step
             wait_for(lambda reached=reached: run.step > reached and len(steps(run.directory)) > 1, 240, run, "a save")
-            until = time.monotonic() + gap
-            while time.monotonic() < until:
+            while time.monotonic() < begin + number * period:
                 progress.append((time.monotonic() - begin, run.step))
                 time.sleep(0.2)
             faults.append(throw(run, name, rng, begin))
             progress.append((time.monotonic() - begin, run.step))
         last = end_after(run.directory, run.step + chaotic.CHUNK)
         assert run.wait(240) == 0, run.text()[-5000:]
+        said = [(at - begin, line) for at, line in run.said]
     wall = time.monotonic() - begin
+    record = {"faults": [dataclasses.asdict(fault) for fault in faults], "progress": progress, "said": said}
+    (directory / "record.json").write_text(json.dumps(record))
     end_after(directory / "untouched", last)
     with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
         assert untouched.wait(1800) == 0, untouched.text()[-5000:]
@@ -401,7 +403,7 @@ def choose(count: int, processes: int, rng: random.Random) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
-    parser.add_argument("--gap", type=float, default=20.0, help="seconds of training between one and the next")
+    parser.add_argument("--period", type=float, default=30.0, help="seconds from one to the next")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="default: a temporary one, which stays only after an error")
@@ -409,7 +411,7 @@ def main() -> None:
     args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp(prefix="maxlib-chaos-"))
     names = choose(args.faults, args.processes, random.Random(args.seed))
-    result = chaos(directory, names, processes=args.processes, gap=args.gap, seed=args.seed)
+    result = chaos(directory, names, processes=args.processes, period=args.period, seed=args.seed)
     print(result)
     if args.draw:
         draw(result, args.draw)
