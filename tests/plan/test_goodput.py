@@ -51,6 +51,15 @@ def test_the_goodput_of_llama_3_405b():
     assert run.failures == pytest.approx(419, rel=0.15) and 0.90 < run.useful < 0.95
 
 
+def test_failures_of_a_log():
+    """Two failures, each after a save: what is lost and redone can be counted by hand."""
+    cluster = dataclasses.replace(CLUSTER, straggling=1.0)
+    run = plan.simulate_goodput(cluster, [100.0], days=1000 / 86_400, failures=[130.0, 620.0])
+    # 100 trained, 20 saving, 10 lost, 360 restarting; 100 trained, 20 saving, 10 lost, 360 restarting; 20 trained
+    shares = run.useful, run.saving, run.lost, run.restarting
+    assert run.failures == 2 and shares == pytest.approx((0.22, 0.04, 0.02, 0.72))
+
+
 def test_what_cannot_be():
     with pytest.raises(ValueError, match="last tier must survive"):
         dataclasses.replace(CLUSTER, tiers=[LOCAL])

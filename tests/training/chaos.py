@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from maxlib import checkpoint, observability, plan
+from maxlib import checkpoint, plan
 from maxlib.distributed._launcher import furthest
 from maxlib.observability import read_jsonl
 from tests.training import chaotic
@@ -255,7 +255,7 @@ class Result:
     progress: list[tuple[float, int]]
     wall: float
     pace: tuple[float, float]  # median seconds of a step: untouched, and between faults
-    goodput: tuple[float, float]  # share of the time in steps that were kept: measured, and simulated by `maxlib.plan`
+    goodput: tuple[float, float] | None  # of `goodputs`; None for a few faults
 
     def __str__(self) -> str:
         rows = [f"{'fault':14}{'times':>6}{'restarts':>9}{'seconds lost, median':>22}{'most':>8}"]
@@ -272,8 +272,9 @@ class Result:
         rows.append(
             f"{100 * steps / (steps + again):.1f} % of the steps were useful: {again} of {steps} were done again"
         )
-        measured, simulated = self.goodput
-        rows.append(f"goodput {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
+        if self.goodput is not None:
+            measured, simulated = self.goodput
+            rows.append(f"goodput of the last two thirds {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
         return "\n".join(rows)
 
 
@@ -305,42 +306,51 @@ def chaos(
     with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
         assert untouched.wait(1800) == 0, untouched.text()[-5000:]
     pace = compare(directory / "chaos", directory / "untouched", processes, last)
-    goodput = goodputs(directory / "chaos", faults, progress, pace[1])
+    goodput = goodputs(directory / "chaos", faults, progress) if len(faults) > 8 else None
     return Result(faults, progress, wall, pace, goodput)
 
 
-def goodputs(
-    directory: Path, faults: list[Fault], progress: list[tuple[float, int]], pace: float
-) -> tuple[float, float]:
-    """Returns the share of the time in steps that were kept, and what `plan.simulate_goodput` says it should be.
+def goodputs(directory: Path, faults: list[Fault], progress: list[tuple[float, int]]) -> tuple[float, float]:
+    """Returns the share of the time in steps that were kept in the last two thirds of the faults, and what
+    `plan.simulate_goodput` says it should be from measurements in the first third.
 
-    The simulation gets the rate of the faults that stopped the run, the mean seconds of a restart and of a save, and by
-    how much the mean step takes longer than the median one.
+    Measured are, there: how long each kind of fault stops the run (to notice it, to start processes that share the
+    machine's cores, to compile and to restore), and how much longer than the median a step takes while the run goes on,
+    with the saves and the faults that do not stop it. The times and kinds of later faults are those of the run.
     """
+    third = faults[len(faults) // 3 - 1]
+    middle = third.at + third.lost
+    early, late = ([point for point in progress if (point[0] > middle) == later] for later in (False, True))
+    paces = [_pace(directory, points) for points in (early, late)]
     stops = [fault for fault in faults if fault.restarted]
-    (begin, first), (end, last) = progress[0], progress[-1]
-    if not stops or pace <= 0:
-        return 0.0, 0.0
-    spent = observability.goodput(directory)
-    startup, compiling, restoring, saving = (
-        spent.seconds.get(name, 0.0) / spent.sessions for name in ("startup", "compile", "restore", "save")
-    )
-    again = sum(fault.again for fault in stops) * pace
-    warming = max(0.0, spent.seconds.get("redone", 0.0) - again) / spent.sessions  # the first steps take longer
-    trained = spent.seconds["step"] + spent.seconds["callbacks"]  # callbacks sleep
-    noticing = sum(fault.noticed for fault in stops) / len(stops)
-    saves = (last - first) / chaotic.NEAR / spent.sessions  # of a session
-    straggling = max(1.0, trained / ((last - first) * pace))
-    tier = plan.Tier(save=saving / max(saves, 1.0), restore=restoring)
+    before, after = ([fault for fault in stops if (fault.at > middle) == later] for later in (False, True))
+    (begin, first), (end, last) = early[0], early[-1]
+    running = (end - begin - sum(fault.lost for fault in before)) / (last - first - len(before))  # seconds of a step
+    stopped = {name: [f.lost - (f.again + 1) * running for f in before if f.name in (name, "")] for name in FATAL}
+    usual = median(seconds for kind in stopped.values() for seconds in kind)
+    restart = sum(median(stopped[fault.name] or [usual]) for fault in after) / len(after)
+    far = sum(fault.name in ("truncated", "flipped") for fault in after) / len(after)  # no near checkpoint is left
+    (begin, first), (end, last) = late[0], late[-1]
     cluster = plan.Cluster(
         hosts=1,
-        hours_between_failures=(end - begin) / len(stops) / 3600,
-        restart=noticing + startup + compiling + warming,
-        tiers=[tier],
-        straggling=straggling,
+        hours_between_failures=(end - begin) / len(after) / 3600,
+        restart=max(restart, 0.0),
+        tiers=[plan.Tier(save=0, restore=0, survives=1 - far), plan.Tier(save=0, restore=0)],
+        straggling=max(1.0, running / paces[0]),
     )
-    simulated = plan.simulate_goodput(cluster, [chaotic.NEAR * pace * straggling], days=1.0)
-    return (last - first) * pace / (end - begin), simulated.useful
+    simulated = plan.simulate_goodput(
+        cluster,
+        [chaotic.NEAR * running, chaotic.EVERY * running],
+        days=(end - begin) / 86_400,
+        failures=[fault.at - begin for fault in after],
+    )
+    return (last - first) * paces[1] / (end - begin), simulated.useful
+
+
+def _pace(directory: Path, progress: list[tuple[float, int]]) -> float:
+    """Returns the median seconds of the steps between the first and the last point."""
+    rows = [row for row in read_jsonl(directory / "metrics.jsonl") if "seconds" in row]
+    return median(row["seconds"] for row in rows if progress[0][1] < row["step"] <= progress[-1][1])
 
 
 @contextlib.contextmanager
