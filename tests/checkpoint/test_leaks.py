@@ -59,7 +59,7 @@ def test_saves_that_fail_hold_none_either(tmp_path, monkeypatch):
         for where, name in ((checkpoint._records, "manifest_text"), (ck._steps._orbax, "save_checkpointables_async")):
             with monkeypatch.context() as patched:
                 patched.setattr(where, name, broken)  # in the background, and before it begins
-                for step in range(2, 7):
+                for step in range(2, 5):
                     with pytest.raises(SaveError):
                         ck.save(step, ITEMS)
                         ck.wait()

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from maxlib import checkpoint, plan
 from maxlib.distributed._launcher import furthest
@@ -274,7 +274,7 @@ class Result:
         )
         if self.goodput is not None:
             measured, simulated = self.goodput
-            rows.append(f"goodput of the last two thirds {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
+            rows.append(f"goodput around every other fault {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
         return "\n".join(rows)
 
 
@@ -310,47 +310,60 @@ def chaos(
     return Result(faults, progress, wall, pace, goodput)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cycle:
+    """The time from the end of one fault to the end of the next, `fault`, in seconds, and the steps kept in it."""
+
+    fault: Fault
+    begin: float
+    steps: range
+
+    @property
+    def seconds(self) -> float:
+        return self.fault.at + self.fault.lost - self.begin
+
+
 def goodputs(directory: Path, faults: list[Fault], progress: list[tuple[float, int]]) -> tuple[float, float]:
-    """Returns the share of the time in steps that were kept in the last two thirds of the faults, and what
-    `plan.simulate_goodput` says it should be from measurements in the first third.
+    """Returns the share of the time in steps that were kept around every other fault of each kind, and
+    what `plan.simulate_goodput` says it should be from measurements around the others.
 
     Measured are, there: how long each kind of fault stops the run (to notice it, to start processes that share the
-    machine's cores, to compile and to restore), and how much longer than the median a step takes while the run goes on,
-    with the saves and the faults that do not stop it. The times and kinds of later faults are those of the run.
+    machine's cores, to compile and to restore), and the seconds of a step while the run goes on, with waits for saves
+    and with the faults that do not stop it. When faults came, and of which kind, is that of the run.
     """
-    third = faults[len(faults) // 3 - 1]
-    middle = third.at + third.lost
-    early, late = ([point for point in progress if (point[0] > middle) == later] for later in (False, True))
-    paces = [_pace(directory, points) for points in (early, late)]
-    stops = [fault for fault in faults if fault.restarted]
-    before, after = ([fault for fault in stops if (fault.at > middle) == later] for later in (False, True))
-    (begin, first), (end, last) = early[0], early[-1]
-    running = (end - begin - sum(fault.lost for fault in before)) / (last - first - len(before))  # seconds of a step
-    stopped = {name: [f.lost - (f.again + 1) * running for f in before if f.name in (name, "")] for name in FATAL}
-    usual = median(seconds for kind in stopped.values() for seconds in kind)
-    restart = sum(median(stopped[fault.name] or [usual]) for fault in after) / len(after)
-    far = sum(fault.name in ("truncated", "flipped") for fault in after) / len(after)  # no near checkpoint is left
-    (begin, first), (end, last) = late[0], late[-1]
+    begin, first = progress[0]
+    known, others = [], []
+    for number, fault in enumerate(faults):
+        at, step = next(point for point in progress if point[0] >= fault.at + fault.lost)
+        before = sum(other.name == fault.name for other in faults[:number])
+        (others if before % 2 else known).append(Cycle(fault, begin, range(first + 1, step + 1)))
+        begin, first = at, step
+    seconds = {row["step"]: row["seconds"] for row in read_jsonl(directory / "metrics.jsonl") if "seconds" in row}
+    pace = median(seconds[step] for cycle in known + others for step in cycle.steps if step in seconds)
+    stops = [cycle.fault for cycle in known if cycle.fault.restarted]
+    kept = sum(len(cycle.steps) for cycle in known)
+    running = (sum(cycle.seconds for cycle in known) - sum(fault.lost for fault in stops)) / (kept - len(stops))
+    cost = {fault.name: [] for fault in faults}
+    for fault in stops:
+        cost[fault.name].append(fault.lost - (fault.again + 1) * running)
+    usual = mean(seconds for costs in cost.values() for seconds in costs)
+    now, failures, restarts, far = 0.0, [], [], 0
+    for cycle in others:
+        if cycle.fault.restarted:
+            failures.append(now + cycle.fault.at - cycle.begin)
+            restarts.append(mean(cost[cycle.fault.name] or [usual]))
+            far += cycle.fault.name in ("truncated", "flipped")  # no near checkpoint is left
+        now += cycle.seconds
     cluster = plan.Cluster(
         hosts=1,
-        hours_between_failures=(end - begin) / len(after) / 3600,
-        restart=max(restart, 0.0),
-        tiers=[plan.Tier(save=0, restore=0, survives=1 - far), plan.Tier(save=0, restore=0)],
-        straggling=max(1.0, running / paces[0]),
+        hours_between_failures=now / len(failures) / 3600,
+        restart=mean(restarts),
+        tiers=[plan.Tier(save=0, restore=0, survives=1 - far / len(failures)), plan.Tier(save=0, restore=0)],
+        straggling=running / pace,
     )
-    simulated = plan.simulate_goodput(
-        cluster,
-        [chaotic.NEAR * running, chaotic.EVERY * running],
-        days=(end - begin) / 86_400,
-        failures=[fault.at - begin for fault in after],
-    )
-    return (last - first) * paces[1] / (end - begin), simulated.useful
-
-
-def _pace(directory: Path, progress: list[tuple[float, int]]) -> float:
-    """Returns the median seconds of the steps between the first and the last point."""
-    rows = [row for row in read_jsonl(directory / "metrics.jsonl") if "seconds" in row]
-    return median(row["seconds"] for row in rows if progress[0][1] < row["step"] <= progress[-1][1])
+    intervals = [chaotic.NEAR * running, 2 * chaotic.EVERY * running]  # the newest far checkpoint is damaged
+    simulated = plan.simulate_goodput(cluster, intervals, days=now / 86_400, failures=failures)
+    return sum(len(cycle.steps) for cycle in others) * pace / now, simulated.useful
 
 
 @contextlib.contextmanager
