@@ -51,6 +51,20 @@ def test_the_goodput_of_llama_3_405b():
     assert run.failures == pytest.approx(419, rel=0.15) and 0.90 < run.useful < 0.95
 
 
+def test_the_goodput_of_gemini_ultra():
+    """85 % with a shared store, 97 % with redundant copies in memory (arXiv:2312.11805). The rate of failures is not
+    published: it is taken from the first figure, and the second follows.
+    """
+    shared = plan.Tier(save=10, restore=120)
+    cluster = plan.Cluster(hosts=1, hours_between_failures=1.862, restart=600, tiers=[shared])
+    assert plan.expected_goodput(cluster, *cluster.best_intervals()) == pytest.approx(0.85, abs=1e-3)
+    memory = plan.Tier(save=0.1, restore=15, survives=0.95)
+    for restart, goodput in ((120, 0.964), (60, 0.972)):
+        near = dataclasses.replace(cluster, restart=restart, tiers=[memory, shared])
+        simulated = plan.simulate_goodput(near, near.best_intervals(), days=20)
+        assert simulated.useful == pytest.approx(goodput, abs=0.004)
+
+
 def test_failures_of_a_log():
     """Two failures, each after a save: what is lost and redone can be counted by hand."""
     cluster = dataclasses.replace(CLUSTER, straggling=1.0)
