@@ -15,7 +15,7 @@ from maxlib.checkpoint import _policy as policy
 from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
-from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, shorten
+from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, shorten, summary
 from maxlib.checkpoint._groupings import Groupings
 from maxlib.checkpoint._tier import Tier, of_all_hosts
 

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator
 from fractions import Fraction
 
-import numpy as np
+import jax.numpy as jnp
 
 from maxlib.sharding._pipeline_chunks import Schedule, Tick
 
@@ -26,9 +26,9 @@ def make_table(schedule: Schedule, *, split: bool) -> Table:
     table: Table = [[[] for _ in schedule.all] for _ in range(schedule.ticks + schedule.lead)]
     for t, row in enumerate(table):
         for s, works in enumerate(row):
-            works += _work("F", schedule.forward(np.asarray(t), s), schedule, s)
-            works += _work("B", schedule.backward(np.asarray(t), s), schedule, s)
-            works += _work("W", schedule.backward(np.asarray(t - s if split else t), s), schedule, s)
+            works += _work("F", schedule.forward(jnp.asarray(t), s), schedule, s)
+            works += _work("B", schedule.backward(jnp.asarray(t), s), schedule, s)
+            works += _work("W", schedule.backward(jnp.asarray(t - s if split else t), s), schedule, s)
     return table
 
 
