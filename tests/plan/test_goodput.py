@@ -15,11 +15,11 @@ LOCAL = plan.Tier(save=2, restore=10, survives=0.9)
 
 @pytest.mark.parametrize("interval", [100.0, 850.0, 6000.0])
 def test_the_simulation_is_dalys_formula(interval):
-    simulated = plan.simulate_goodput(CLUSTER, [interval], days=1000)
+    simulated = plan.simulate_goodput(CLUSTER, [interval], days=300)
     assert simulated.useful == pytest.approx(plan.expected_goodput(CLUSTER, interval), rel=0.01)
     shares = [getattr(simulated, name) for name in ("useful", "lost", "saving", "restarting", "straggling")]
     assert sum(shares) == pytest.approx(1)
-    assert simulated.failures == pytest.approx(1000 * 24 / 5, rel=0.03)
+    assert simulated.failures == pytest.approx(300 * 24 / 5, rel=0.03)
 
 
 def test_the_best_interval_loses_the_least():
@@ -35,10 +35,10 @@ def test_a_near_tier_saves_what_it_survives():
     cluster = dataclasses.replace(CLUSTER, tiers=[LOCAL, *CLUSTER.tiers])
     intervals = cluster.best_intervals()
     assert intervals[0] < CLUSTER.best_intervals()[0] < intervals[1]
-    both = plan.simulate_goodput(cluster, intervals, days=800)
-    alone = plan.simulate_goodput(CLUSTER, CLUSTER.best_intervals(), days=800)
+    both = plan.simulate_goodput(cluster, intervals, days=200)
+    alone = plan.simulate_goodput(CLUSTER, CLUSTER.best_intervals(), days=200)
     assert both.useful > alone.useful and both.lost < 0.75 * alone.lost and both.saving < alone.saving
-    unused = plan.simulate_goodput(cluster, [float("inf"), CLUSTER.best_intervals()[0]], days=800)
+    unused = plan.simulate_goodput(cluster, [float("inf"), CLUSTER.best_intervals()[0]], days=200)
     assert unused.useful == pytest.approx(alone.useful, rel=0.01)
 
 
