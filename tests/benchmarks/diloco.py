@@ -1,6 +1,6 @@
 """Trains a small Llama with data parallelism and with DiLoCo on the same tokens of real text.
 
-    python -m tests.benchmarks.diloco [--replicas 4 --every 10 --steps 400 --warm-up 0.25] [--json out.json]
+    python -m tests.benchmarks.diloco [--replicas 4 --every 10 --steps 300 --warm-up 0.25] [--json out.json]
 
 Both share the first steps (`--warm-up`, a share of all), as in the paper (arXiv:2311.08105), where a model is trained
 with data parallelism before the replicas part; a batch has `--batch` rows of each replica. Prints the validation loss
@@ -27,7 +27,7 @@ def optimizers(args: argparse.Namespace) -> dict[str, optax.GradientTransformati
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"steps": 400, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 128, "seed": 0}
+    sizes = {"steps": 300, "batch": 8, "length": 128, "vocab": 1024, "layers": 2, "dim": 128, "seed": 0}
     for name, default in (sizes | {"replicas": 4, "every": 10}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
