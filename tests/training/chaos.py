@@ -404,7 +404,7 @@ def draw(result: Result, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(12, 5))
     axes.plot(*zip(*result.progress, strict=True), color="#222222", linewidth=1.5)
-    colors = dict(zip(FAULTS, plt.colormaps["tab10"].colors, strict=True))
+    colors = dict(zip(FAULTS, plt.colormaps["tab20"].colors, strict=False))
     for fault in result.faults:
         axes.axvspan(fault.at, fault.at + fault.lost, color=colors[fault.name], alpha=0.35, linewidth=0)
     for name in dict.fromkeys(fault.name for fault in result.faults):
