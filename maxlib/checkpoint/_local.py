@@ -71,6 +71,7 @@ class Local(Tier):
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
         self._thread = ThreadPoolExecutor(1, "maxlib-local")
         self._saved: int | None = None  # newest step that this object saved
+        self._restored = False  # nothing was saved since a restore
 
     def save(
         self,
@@ -96,14 +97,19 @@ class Local(Tier):
             raws = {item: {n: records.snapshot(x) for n, x in values.items()} for item, values in leaves.items()}
             described, shards = records.describe(leaves, raws), own_shards(raws)
             self._when.saved(step)
+            self._restored = False
             self._saving = step, self._thread.submit(self._write, step, meta, data, described, shards)
         if failed is not None:
             raise failed
 
+    def should_save(self, step: int) -> bool:
+        """Returns whether a save is due after `step`; the first after a restore is, as copies may be lost."""
+        return self._restored or super().should_save(step)
+
     def adopt(self, step: int) -> None:
-        """Begins a new history after `step` was restored, which is saved again if it is due: copies may be lost."""
+        """Begins a new history after `step` was restored."""
         self._wait_quietly()
-        self._saved = None
+        self._saved, self._restored = None, True
         self._store.begin_run()
         self._when.saved(step)
 

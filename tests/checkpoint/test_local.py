@@ -51,8 +51,11 @@ def test_any_mesh_reads_what_was_saved(tmp_path):
         assert (local.steps(), local.verify(4)) == ([4], [])
     transposed = NamedSharding(params["w"].sharding.mesh, P("b", "a"))
     like = params | {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=transposed)}
-    with Local(tmp_path) as local:
+    with Local(tmp_path, every=10) as local:
         restored = local.restore(like={"params": like})
+        assert local.should_save(5)  # copies may be lost
+        local.save(5, {"params": restored["params"]})
+        assert not local.should_save(6) and local.should_save(10)
         with pytest.raises(ValueError, match="it lacks"):
             local.restore(like={"params": like | {"other": np.zeros(3)}})
     assert restored["meta"]["step"] == 4 and restored["params"]["w"].sharding == transposed
