@@ -148,7 +148,7 @@ def run(directory: Path, *, until: int | None = None) -> tuple[int, list[int], s
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_a_killed_process_and_its_disk_cost_at_most_one_local_interval(tmp_path):
-    """`MAXLIB_KILLS=50` repeats it fifty times."""
+    """`MAXLIB_KILLS=50` and `-o faulthandler_timeout=3600` repeat it fifty times."""
     untouched, killed = tmp_path / "untouched", tmp_path / "killed"
     untouched.mkdir()
     killed.mkdir()
