@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.extend
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 STEPS, ROWS = 200, np.arange(6 * 64, dtype=np.float32).reshape(6, 64) / 384  # three and two processes divide the rows
 MEETING = 1.0  # seconds for the others to notice
+OLD: list[Any] = []  # stays until the end: a client ends its process when its service has stopped
 
 
 def start(port: int, process: int, processes: int) -> None:
@@ -28,8 +30,11 @@ def start(port: int, process: int, processes: int) -> None:
 
 
 def stop() -> None:
-    """Forgets the processes and all devices; a clean shutdown would wait for the process that is gone."""
+    """Gives up the processes and all devices; a clean shutdown would wait for the process that is gone."""
     state = distributed.global_state
+    assert state.preemption_sync_manager is not None
+    state.preemption_sync_manager.shutdown()
+    OLD.append((state.client, state.service))
     state.preemption_sync_manager = state.client = state.service = None
     jax.clear_caches()
     jax.extend.backend.clear_backends()
