@@ -306,7 +306,7 @@ def chaos(
     with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
         assert untouched.wait(1800) == 0, untouched.text()[-5000:]
     pace = compare(directory / "chaos", directory / "untouched", processes, last)
-    goodput = goodputs(directory / "chaos", faults, progress) if len(faults) > 8 else None
+    goodput = goodputs(directory / "chaos", faults, progress) if len(faults) > 2 * len(FAULTS) else None
     return Result(faults, progress, wall, pace, goodput)
 
 
