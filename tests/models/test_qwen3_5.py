@@ -170,9 +170,9 @@ def small(*types: str, sees: bool = False) -> qwen3_5.Qwen35:
 
 def test_a_refused_draft_cannot_be_taken_back_from_a_state(tmp_path):
     path, _ = qwen_mtp.with_module(parity.golden("qwen3_5")["one_to_one"], tmp_path)
-    generator = inference.Generator(maxlib.from_pretrained(path, num_mtp=1), dtype=jnp.float32)
-    with pytest.raises(ValueError, match="only keep a state .*DeltaCache.* cannot be removed"):
-        inference.speculate(generator, [[1, 2, 3]], max_new_tokens=4)
+    model = maxlib.from_pretrained(path, num_mtp=1)
+    with pytest.raises(ValueError, match="only keep a state .*StateCache.* cannot be removed"):
+        inference.LocalEngine(model, num_drafts=1, drafter="mtp")
 
 
 @pytest.mark.full
@@ -180,12 +180,12 @@ def test_without_states_the_module_drafts():
     model = small(FULL, FULL, sees=True)
     # Hidden states of a random model vary little: larger embeddings make the texts differ.
     model.embed.w[...] = 20 * model.embed.w[...]
-    generator, prompts = inference.Generator(model, dtype=jnp.float32), [[1, 2, 3], [4, 9, 1, 7, 2]]
-    found = inference.speculate(generator, prompts, max_new_tokens=12)
-    assert found.texts == generator.generate(prompts, max_new_tokens=12)
-    image = model.cfg.vision.image_token
+    engine = inference.LocalEngine(model, num_drafts=1, drafter="mtp", dtype=jnp.float32)
+    prompts, image = [[1, 2, 3], [4, 9, 1, 7, 2]], model.cfg.vision.image_token
+    groups = engine.generate(prompts, max_new_tokens=12)
+    assert [completion.tokens for (completion,) in groups] == engine.generator.generate(prompts, max_new_tokens=12)
     with pytest.raises(ValueError, match="1 image placeholders, but the given images make 0"):
-        inference.speculate(generator, [[1, image, 3]], max_new_tokens=2)
+        engine.generate([[1, image, 3]], max_new_tokens=2)
 
 
 def test_the_module_reads_text_only():
