@@ -18,7 +18,7 @@ from maxlib.nn import sites
 from maxlib.nn.sites import Where
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import INFERENCE, Format, Rules, as_rules
-from maxlib.quantization._streaming import Inputs, Stream, formats_of, matrices, with_layers
+from maxlib.quantization._streaming import Inputs, Stream, arranged, formats_of, matrices, with_layers
 
 Model = TypeVar("Model")
 _MAXIMA = {"int4": 7, "int8": 127}
@@ -92,22 +92,15 @@ def _quantized(
 def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float, propagation: float) -> Any:
     """Returns a layer with its weight in `format`, rounded by what it reads; to nearest if that is not known."""
     stored = store(site, format, f"layers.{path}")
-    experts, outputs, inputs = sites.dimensions(site)
-    if read is None or -1 not in inputs:
+    if read is None or -1 not in sites.dimensions(site)[2]:
         return stored
-    order = [d % site.w.ndim for d in (*experts, *outputs, *inputs)]
-    back, shape = np.argsort(order), [site.w.shape[d] for d in order]
     w = matrices(site)
     if read.cross is not None:
         w = _compensated(w, read.covariance, read.cross, damping, propagation)
     values, scale = _rounded(w, read.covariance, format.weights, format.group or w.shape[-1], damping)
-    # [E, O, I] -> [.., outputs.., inputs..] -> the order of the weight
-    values = values.reshape(shape).transpose(back).astype(stored.w.quantized().qvalue.dtype)
-    # A scale for each group of the last dimension, or one for all inputs of an output.
-    groups = [*shape[:-1], shape[-1] // format.group] if format.group else [*shape[: -len(inputs)], *[1] * len(inputs)]
-    new = stored.w
-    new.values = new.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
-    new.scale = new.scale.replace(scale.reshape(groups).transpose(back).astype(new.scale.get_value().dtype))
+    values = arranged(values, site, stored.w.quantized().qvalue)
+    stored.w.values = stored.w.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
+    stored.w.scale = stored.w.scale.replace(arranged(scale, site, stored.w.scale.get_value()))
     return stored
 
 

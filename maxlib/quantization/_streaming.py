@@ -219,16 +219,23 @@ def formats_of(layer: Any, decide: sites.Decide, i: int, count: int) -> dict[str
 
 def matrices(site: Any) -> Float[Array, "E O I"]:
     """Returns the matrices of a layer's plain weight in float32: one, or one for each expert."""
-    w = site.w[...]
-    experts, outputs, inputs = ([d % w.ndim for d in dims] for dims in sites.dimensions(site))
-    sizes = [math.prod(w.shape[d] for d in dims) for dims in (experts, outputs, inputs)]
+    sizes = [math.prod(site.w.shape[d] for d in dims) for dims in sites.dimensions(site)]
     # [.., outputs.., inputs..] in any order -> [E, O, I]
-    return w.transpose([*experts, *outputs, *inputs]).reshape(sizes).astype(jnp.float32)
+    return site.w[...].transpose(_order(site)).reshape(sizes).astype(jnp.float32)
 
 
-def spread(site: Any, values: Float[Array, "E N"], *, inputs: bool) -> Float[Array, "..."]:
-    """Returns values for each input, or each output, in a shape that broadcasts to the layer's weight."""
-    ndim = len(sites.axes_of(site))
-    experts, of_outputs, of_inputs = sites.dimensions(site)
-    dims = [*(experts if len(values) > 1 else ()), *(of_inputs if inputs else of_outputs)]
-    return values.reshape([site.w.shape[d] if d - ndim in dims else 1 for d in range(ndim)])
+def with_matrices(site: Any, matrices: Float[Array, "E O I"]) -> Any:
+    """Returns a layer with other matrices as its weight, in the weight's dtype."""
+    return sites.replace(site, w=site.w.replace(arranged(matrices, site, site.w[...])))
+
+
+def arranged(matrices: Float[Array, "E O I"], site: Any, like: Any) -> Float[Array, "..."]:
+    """Returns matrices, or their scales, in the order of a layer's weight, with the sizes and the dtype of `like`."""
+    order = _order(site)
+    # [E, O, I] -> [.., outputs.., inputs..] -> the order of the weight
+    return matrices.reshape([like.shape[d] for d in order]).transpose(np.argsort(order)).astype(like.dtype)
+
+
+def _order(site: Any) -> list[int]:
+    """Returns the dimensions of a layer's weight: those of experts, of outputs, and of inputs."""
+    return [d % site.w.ndim for dims in sites.dimensions(site) for d in dims]
