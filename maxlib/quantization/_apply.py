@@ -103,7 +103,7 @@ def _rules_that_divide(model: Any, name: str) -> list[Rule]:
     format, short = rule.format, nn.tree.pattern_paths(model)
     assert format is not None
     divided = {
-        short.get(f"{path}.w", path): divides(format, site.w)
+        short.get(f"{path}.w", path).removesuffix(".w"): divides(format, site.w)
         for path, site in sites.find(model, sites.SITES)
         if sites.kind_of(site) in rule.kinds
     }
@@ -146,8 +146,8 @@ def store(site: Any, format: Format, path: str) -> Any:
         raise ValueError(f"{path}: for embeddings and heads only weights can be quantized; got {format}")
     if format.block is not None or format.weights in FOUR_BIT_FLOATS or (format.activations and format.is_emulated):
         raise ValueError(
-            f"{path}: blocks, nvfp4 and mxfp4 are for training, and with rounded activations stored weights must be of 8 "
-            f"bits without groups; got {format}"
+            f"{path}: blocks, nvfp4 and mxfp4 are for training; with rounded activations, stored weights must be of 8 bits "
+            f"without groups. Got {format}"
         )
     _check_plain(site, path)
     if isinstance(site.w, nn.quantized.QuantizedWeight):

@@ -307,13 +307,13 @@ def _matrices(x: Blocks, letters: str, batch: str, kept: str, summed: str) -> tu
 
 def grouped(
     rows: Float[Array, "M I"],
-    w: Float[Array, "E O I"],
+    w: Float[Array, "E A B"],
     counts: Int[Array, " E"],
     weight_order: ops.ExpertWeightOrder,
     format: Format,
     *,
     gradients: bool = False,
-) -> Float[Array, "M O"]:
+) -> Float[Array, "M C"]:
     """Multiplies rows, sorted by expert, by the matrices of their experts, both rounded in blocks.
 
     Products are computed in the dtype of `rows` by the best kernel of `ops.grouped_matmul`.
@@ -344,7 +344,7 @@ def grouped_outer(
     counts: Int[Array, " E"],
     weight_order: ops.ExpertWeightOrder,
     format: Format,
-) -> Float[Array, "E O I"]:
+) -> Float[Array, "E A B"]:
     """Computes the gradient of the experts' weights; a line of rows may contain rows of two neighbouring experts.
 
     Args:

@@ -22,7 +22,8 @@ from maxlib.quantization._streaming import Inputs, Stream, arranged, formats_of,
 
 Model = TypeVar("Model")
 _MAXIMA = {"int4": 7, "int8": 127}
-_SHRINKS = np.linspace(0.6, 1.0, 17, dtype=np.float32)  # of a group's largest value, that are tried for its scale
+# Scales that are tried, relative to one by which the largest number of a group becomes 7 or 127.
+_FACTORS = {"int4": np.float32([*range(20, 33), *range(-32, -19)]) / 32, "int8": np.float32([1])}
 
 
 def gptq(
@@ -132,11 +133,13 @@ def _rounded(
     matrices: Float[Array, "E O I"], covariances: Float[Array, "E I I"], qtype: str, group: int, damping: float
 ) -> tuple[Float[Array, "E O I"], Float[Array, "E O G"]]:
     """Returns the values and the scales of matrices with groups of `group` inputs."""
-    return jax.lax.map(lambda pair: _round(pair[0], pair[1], _MAXIMA[qtype], group, damping), (matrices, covariances))
+    return jax.lax.map(lambda pair: _round(*pair, qtype, group, damping), (matrices, covariances))
 
 
-def _round(w: Array, covariance: Array, largest: int, group: int, damping: float) -> tuple[Array, Array]:
-    O, I = w.shape
+def _round(w: Array, covariance: Array, qtype: str, group: int, damping: float) -> tuple[Array, Array]:
+    (O, I), largest = w.shape, _MAXIMA[qtype]
+    order = _order(jnp.diagonal(covariance), group)
+    w, covariance = w[:, order], covariance[order][:, order]
     # U with inverse(H) = U^T U: row i has the weights by which the error of column i moves to the columns after it.
     # With the order of inputs reversed, H = L L^T, and the inverse of L reversed back is U.
     lower = jnp.linalg.cholesky(_damped(covariance, damping)[::-1, ::-1])
@@ -147,35 +150,44 @@ def _round(w: Array, covariance: Array, largest: int, group: int, damping: float
         block = jax.lax.dynamic_slice(columns, (start, 0), (group, O))
         rows = jax.lax.dynamic_slice(upper, (start, 0), (group, I))
         inner = jax.lax.dynamic_slice(rows, (0, start), (group, group))
-        # An error of column j costs (error / U_jj)^2 after the columns behind it have made up for it.
-        scale = _scale(block, 1 / jnp.diagonal(inner) ** 2, largest)
 
-        def round_column(block: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
-            column = block[j]
-            value = jnp.clip(jnp.round(column / scale), -largest - 1, largest)
-            error = (column - value * scale) / inner[j, j]
-            after = jnp.where(jnp.arange(group) > j, inner[j], 0.0)
-            return block - jnp.outer(after, error), (value, error)
+        def rounded(scale: Array) -> tuple[Array, Array]:
+            def round_column(block: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
+                column = block[j]
+                value = jnp.clip(jnp.round(column / scale), -largest - 1, largest)
+                error = (column - value * scale) / inner[j, j]
+                after = jnp.where(jnp.arange(group) > j, inner[j], 0.0)
+                return block - jnp.outer(after, error), (value, error)
 
-        _, (values, errors) = jax.lax.scan(round_column, block, jnp.arange(group))
+            return jax.lax.scan(round_column, block, jnp.arange(group))[1]
+
+        # Of several scales, the one whose errors cost least after later columns have made up for them.
+        scales = _scales(block, qtype)
+        costs = jax.lax.map(lambda scale: jnp.sum(rounded(scale)[1] ** 2, axis=0), scales)  # [C, O]
+        scale = jnp.take_along_axis(scales, jnp.argmin(costs, axis=0)[None], axis=0)[0]
+        values, errors = rounded(scale)
         later = jnp.where((jnp.arange(I) >= start + group)[None, :], rows, 0.0)
         return columns - later.T @ errors, (values, scale)
 
     # Columns are rows here, [I, O], so that each lies together.
     _, (values, scale) = jax.lax.scan(round_group, w.T, jnp.arange(I // group))
     # [G, g, O] -> [O, I] and [G, O] -> [O, G]
-    return values.reshape(I, O).T, scale.T
+    return values.reshape(I, O).T[:, jnp.argsort(order)], scale.T[:, jnp.argsort(order[::group] // group)]
 
 
-def _scale(block: Float[Array, "g O"], cost: Float[Array, " g"], largest: int) -> Float[Array, " O"]:
-    """Returns the scale of each output with the least squared error, where `cost` is the factor of each column."""
-    most = jnp.max(jnp.abs(block), axis=0)
+def _order(variance: Float[Array, " I"], group: int) -> Int[Array, " I"]:
+    """Returns the inputs in the order of rounding: those of large variance first, groups together.
 
-    def error(shrink: Array) -> tuple[Array, Array]:
-        scale = (shrink * most / largest).astype(jnp.bfloat16).astype(jnp.float32)  # as it is stored
-        scale = jnp.where(scale > 0, scale, 1.0)
-        rounded = jnp.clip(jnp.round(block / scale[None]), -largest - 1, largest) * scale[None]
-        return cost @ (block - rounded) ** 2, scale
+    The last ones take most of the errors.
+    """
+    groups = variance.reshape(-1, group)
+    inputs = jnp.argsort(-groups, axis=1) + group * jnp.arange(len(groups))[:, None]
+    return inputs[jnp.argsort(-groups.max(axis=1))].reshape(-1)
 
-    errors, scales = jax.lax.map(error, jnp.asarray(_SHRINKS))
-    return jnp.take_along_axis(scales, jnp.argmin(errors, axis=0)[None], axis=0)[0]
+
+def _scales(block: Float[Array, "g O"], qtype: str) -> Float[Array, "C O"]:
+    """Returns scales to try for each output; with a negative one, the largest number may be -8 instead of 7."""
+    largest = jnp.take_along_axis(block, jnp.argmax(jnp.abs(block), axis=0)[None], axis=0)  # [1, O]
+    scales = _FACTORS[qtype][:, None] * largest / _MAXIMA[qtype]
+    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)  # as they are stored
+    return jnp.where(scales != 0, scales, 1.0)

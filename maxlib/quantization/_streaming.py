@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from maxlib import nn, ops
 from maxlib.nn import sites
@@ -229,7 +229,7 @@ def with_matrices(site: Any, matrices: Float[Array, "E O I"]) -> Any:
     return sites.replace(site, w=site.w.replace(arranged(matrices, site, site.w[...])))
 
 
-def arranged(matrices: Float[Array, "E O I"], site: Any, like: Any) -> Float[Array, "..."]:
+def arranged(matrices: Float[Array, "E O I"], site: Any, like: Any) -> Num[Array, "..."]:
     """Returns matrices, or their scales, in the order of a layer's weight, with the sizes and the dtype of `like`."""
     order = _order(site)
     # [E, O, I] -> [.., outputs.., inputs..] -> the order of the weight

@@ -67,7 +67,8 @@ class RoundedTo127:
         of_x, _, of_y = ops.spelled_out(spec, x.ndim).replace("->", ",").split(",")
         summed = tuple(d for d, letter in enumerate(of_x) if letter not in of_y)
         scale = jnp.abs(x).max(axis=summed, keepdims=True) / 127
-        return nn.matmul.PlainMatmul().einsum(spec, jnp.round(x / scale) * scale, w[...])
+        rounded = jnp.round(x / jnp.where(scale > 0, scale, 1)) * scale
+        return nn.matmul.PlainMatmul().einsum(spec, rounded, w[...])
 
 
 def as_vllm_rounds(model):
@@ -78,10 +79,8 @@ def as_vllm_rounds(model):
     return sites.map_sites(model, change)
 
 
-def check(model, answers, dtype):
+def check(model, answers, dtype, bound=1.5e-4):
     """Log-probabilities as ours, and equal greedy text where an id leads by more than they may differ."""
-    # With rounded activations a sum in another order can change which of two values is the nearest.
-    bound = 1.5e-4 if quantization.report(model).rows[0].format == "int4 in groups of 32" else 0.01
     generator = inference.Generator(model, dtype=jnp.float32)
     texts = generator.generate(PROMPTS, max_new_tokens=COUNT)
     rows = [[*prompt, *ids] for prompt, (ids, _) in zip(PROMPTS, answers, strict=True)]
@@ -91,7 +90,7 @@ def check(model, answers, dtype):
     rounded = [ours(model, *row, dtype)[0] for row in zip(rows, starts, strict=True)]
     bound = max(bound, 1.5 * np.std(np.subtract(rounded, want)))
     difference = np.std(np.subtract([log_probs for _, log_probs in answers], want))
-    print(f"log-probabilities differ by {difference:.2g}, may by {bound:.2g}")
+    print(f"log-probabilities differ by {difference:.2g}, may by {bound:.2g}")  # for the results page
     assert difference < bound
 
     compared = 0
