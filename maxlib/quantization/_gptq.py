@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323): rounds weights so that the outputs of a layer change least.
 
 Each column is rounded in turn, and its error is moved to the columns that are not rounded yet, by the covariance of the
-inputs. Inputs of large variance are rounded first, and each group gets the best of several scales, of both signs. Layers
+inputs. Inputs of large variance are rounded first, and each group gets the best of several scales of both signs. Layers
 are calibrated one after the other on the outputs of the quantized layers before them.
 """
 
