@@ -47,16 +47,14 @@ class Format:
         for name in ("activations", "gradients"):
             if getattr(self, name) not in (None, *NARROW):
                 raise ValueError(f"{name} must be None or one of {NARROW}, got {getattr(self, name)!r}")
-        if self.activations is None and self.gradients is not None:
-            raise ValueError("gradients can only be quantized if activations are; pass activations too")
         if self.is_emulated and (self.gradients is not None or self.block is not None):
             raise ValueError(
                 f"gradients and blocks need weights in one of {NARROW} without groups, and rounded activations; got {self}"
             )
         if self.group is not None and self.group < 2:
             raise ValueError(f"group must be at least 2, got {self.group}")
-        if self.block is not None and (self.activations is None or self.block < 32 or self.block % 32):
-            raise ValueError(f"block must be a multiple of 32, and activations rounded too; got {self}")
+        if self.block is not None and (self.block < 32 or self.block % 32):
+            raise ValueError(f"block must be a multiple of 32, got {self}")
 
     @property
     def is_emulated(self) -> bool:

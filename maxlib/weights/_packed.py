@@ -111,12 +111,9 @@ def quantization_of(directory: str | Path) -> Mapping[str, Any]:
     """Returns the `quantization_config` of a directory, which may be that of its text model; {} if there is none."""
     path = Path(directory) / "config.json"
     config = read_json_object(path) if path.is_file() else {}
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, dict) else {}):
-        for name in ("quantization_config", "compression_config"):
-            if isinstance(fields.get(name), dict):
-                return fields[name]
-    return {}
+    places = [fields for fields in (config, config.get("text_config")) if isinstance(fields, dict)]
+    entries = [fields.get(name) for fields in places for name in ("quantization_config", "compression_config")]
+    return next((entry for entry in entries if isinstance(entry, dict)), {})
 
 
 def unreadable(quantization: Any) -> str:
