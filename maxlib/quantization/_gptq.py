@@ -1,8 +1,8 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323): rounds weights so that the outputs of a layer change least.
 
 Each column is rounded in turn, and its error is moved to the columns that are not rounded yet, by the covariance of the
-inputs. Inputs of large variance are rounded first, and each group gets the best of several scales of both signs. Layers
-are calibrated one after the other on the outputs of the quantized layers before them.
+inputs. Inputs of large variance are rounded first, and each group gets the best of several scales of both signs. The
+inputs are those of the model in full precision.
 """
 
 import functools
@@ -33,7 +33,6 @@ def gptq(
     rules: Rules = "int4",
     *,
     damping: float = 0.01,
-    propagation: float = 0.5,
     dtype: Any = jnp.float32,
 ) -> Model:
     """Returns a model as `for_inference` does, with weights that GPTQ rounds; experts are calibrated on their own rows.
@@ -48,8 +47,6 @@ def gptq(
         rules: As for `for_inference`, with weights in int4 or int8. Matrices outside of the layers, and those whose
             groups run along their outputs, are rounded to nearest.
         damping: Share of the mean variance of inputs that is added to each variance.
-        propagation: Share of the error of earlier layers that a matrix makes up for before it is rounded (QEP, Arai &
-            Ichikawa 2025, arXiv:2504.09629); 0 is GPTQ alone, and takes half of the passes.
         dtype: Dtype of the computation.
 
     Raises:
@@ -60,12 +57,10 @@ def gptq(
         raise ValueError(f"GPTQ rounds to {' or '.join(_MAXIMA)}, got {wrong[0]}; for_inference rounds to every format")
     decide = sites.Decisions(rules, lambda rule: rule.format)
     stream, layers = Stream(model, tokens, dtype), []
-    exact = Stream(model, tokens, dtype) if propagation else None
     for i, layer in stream:
-        records, _ = stream.record(i, layer, exact=exact)
-        formats = formats_of(layer, decide, i, stream.count)
-        layers.append(_quantized(layer, formats, records, damping, propagation))
-        stream.advance(i, layers[-1])
+        records, outputs = stream.record(i, layer)
+        layers.append(_quantized(layer, formats_of(layer, decide, i, stream.count), records, damping))
+        stream.put(outputs)
 
     def outside(where: Where) -> Any:
         return None if where.path.startswith("layers.") else decide(where)
@@ -78,49 +73,28 @@ def gptq(
     return with_layers(new, layers)
 
 
-def _quantized(
-    layer: Any, formats: dict[str, Format | None], records: dict[str, Inputs], damping: float, propagation: float
-) -> Any:
+def _quantized(layer: Any, formats: dict[str, Format | None], records: dict[str, Inputs], damping: float) -> Any:
     """Returns a layer with its weights in the formats."""
 
     def stored(path: str, site: Any) -> Any:
         format = formats[path]
-        return site if format is None else _stored(site, format, path, records.get(path), damping, propagation)
+        return site if format is None else _stored(site, format, path, records.get(path), damping)
 
     return sites.map_sites(layer, stored)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "path", "damping", "propagation"))
-def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float, propagation: float) -> Any:
+@functools.partial(jax.jit, static_argnames=("format", "path", "damping"))
+def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float) -> Any:
     """Returns a layer with its weight in `format`, rounded by what it reads; to nearest if that is not known."""
     stored = store(site, format, f"layers.{path}")
     if read is None or -1 not in sites.dimensions(site)[2]:
         return stored
     w = matrices(site)
-    if read.cross is not None:
-        w = _compensated(w, read.covariance, read.cross, damping, propagation)
     values, scale = _rounded(w, read.covariance, format.weights, format.group or w.shape[-1], damping)
     values = arranged(values, site, stored.w.quantized().qvalue)
     stored.w.values = stored.w.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
     stored.w.scale = stored.w.scale.replace(arranged(scale, site, stored.w.scale.get_value()))
     return stored
-
-
-@functools.partial(jax.jit, static_argnames=("damping", "propagation"))
-def _compensated(
-    matrices: Float[Array, "E O I"],
-    covariance: Float[Array, "E I I"],
-    cross: Float[Array, "E I I"],
-    damping: float,
-    propagation: float,
-) -> Float[Array, "E O I"]:
-    """Moves matrices W towards those that make of the inputs x what W makes of the exact inputs y.
-
-    The least sum of (W y - V x)^2 has V = W C H^-1, with C = sum of y x^T and H = sum of x x^T.
-    """
-    factor = jax.scipy.linalg.cho_factor(jax.vmap(_damped, in_axes=(0, None))(covariance, damping))
-    change = jax.scipy.linalg.cho_solve(factor, jnp.swapaxes(matrices @ (cross - covariance), 1, 2))
-    return matrices + propagation * jnp.swapaxes(change, 1, 2)
 
 
 def _damped(covariance: Float[Array, "I I"], damping: float) -> Float[Array, "I I"]:
