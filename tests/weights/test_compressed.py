@@ -66,7 +66,9 @@ def test_transformers_computes_the_same(written):
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     got = parity.logits(small, tokens)
-    if path.name.endswith("w8a8"):  # the scales of activations differ a little, so each rounds on its own
+    if path.name.endswith(
+        "w8a8"
+    ):  # the largest number of a token is half-way between 127 and 128: its last bit decides
         rounding = (got - parity.logits(quantization.full_precision(small), tokens)).std()
         assert (got - want).std() < 1.5 * rounding
     else:

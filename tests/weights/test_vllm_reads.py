@@ -79,8 +79,11 @@ def as_vllm_rounds(model):
     return sites.map_sites(model, change)
 
 
-def check(model, answers, dtype, bound=1.5e-4):
-    """Log-probabilities as ours, and equal greedy text where an id leads by more than they may differ."""
+def check(model, answers, dtype, ties=False):
+    """Log-probabilities as ours, and equal greedy text where an id leads by more than they may differ.
+
+    With `ties` they may differ by what the rounding of activations changes.
+    """
     generator = inference.Generator(model, dtype=jnp.float32)
     texts = generator.generate(PROMPTS, max_new_tokens=COUNT)
     rows = [[*prompt, *ids] for prompt, (ids, _) in zip(PROMPTS, answers, strict=True)]
@@ -88,7 +91,9 @@ def check(model, answers, dtype, bound=1.5e-4):
     want, margins = zip(*(ours(model, *row) for row in zip(rows, starts, strict=True)), strict=True)
     # In float32 the answers are ours; in another dtype they differ as ours in that dtype do.
     rounded = [ours(model, *row, dtype)[0] for row in zip(rows, starts, strict=True)]
-    bound = max(bound, 1.5 * np.std(np.subtract(rounded, want)))
+    exact = quantization.full_precision(model) if ties else model
+    plain = [ours(exact, *row)[0] for row in zip(rows, starts, strict=True)]
+    bound = 1.5 * max(1e-4, np.std(np.subtract(rounded, want)), np.std(np.subtract(plain, want)))
     difference = np.std(np.subtract([log_probs for _, log_probs in answers], want))
     print(f"log-probabilities differ by {difference:.2g}, may by {bound:.2g}")  # for the results page
     assert difference < bound
@@ -131,4 +136,5 @@ def test_transformers_continues_as_we_do(written):
             log_probs = model(made).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         ids = made[0, len(prompt) :]
         answers.append((ids.tolist(), log_probs[torch.arange(COUNT), ids].tolist()))
-    check(small, answers, jnp.float32)
+    # The largest number of a token is half-way between 127 and 128: its last bit decides what it is rounded to.
+    check(small, answers, jnp.float32, ties=path.name == "int8_w8a8")
