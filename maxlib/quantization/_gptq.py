@@ -24,7 +24,7 @@ from maxlib.quantization._streaming import Inputs, Stream, arranged, formats_of,
 Model = TypeVar("Model")
 _MAXIMA = {"int4": 7, "int8": 127}
 # Scales that are tried, relative to one by which the largest number of a group becomes 7 or 127.
-_FACTORS = {"int4": np.float32([*range(20, 33), *range(-32, -19)]) / 32, "int8": np.float32([1])}
+_FACTORS = {"int4": np.array([*range(20, 33), *range(-32, -19)], np.float32) / 32, "int8": np.ones(1, np.float32)}
 
 
 def gptq(
@@ -108,7 +108,7 @@ def _rounded(
     matrices: Float[Array, "E O I"], covariances: Float[Array, "E I I"], qtype: str, group: int, damping: float
 ) -> tuple[Float[Array, "E O I"], Float[Array, "E O G"]]:
     """Returns the values and the scales of matrices with groups of `group` inputs."""
-    return jax.lax.map(lambda pair: _round(*pair, qtype, group, damping), (matrices, covariances))
+    return jax.lax.map(lambda pair: _round(pair[0], pair[1], qtype, group, damping), (matrices, covariances))
 
 
 def _round(w: Array, covariance: Array, qtype: str, group: int, damping: float) -> tuple[Array, Array]:
