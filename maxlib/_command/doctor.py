@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for title, entries in sections.items():
         print(f"{title}\n" + "\n".join(f"  {name:<18}{value}" for name, value in entries.items()))
-    print("\n`python -m maxlib.ops check` compares every kernel that can run on this accelerator with float32.")
     return 0
 
 
@@ -148,7 +147,7 @@ def kernels(device: tuple[str, str] | None = None) -> dict[str, str]:
     chosen |= {
         "grouped matmul": ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048), device=device),
         "gated delta rule": ops.explain_gated_delta_rule(heads, heads, device=device),
-        "Kimi delta": ops.explain_kimi_delta_attention(heads, heads, device=device),
+        "Kimi delta": ops.explain_gated_delta_rule(heads, heads, by_channel=True, device=device),
         "Mamba-2": ops.explain_ssd(heads, heads, device=device),
     }
     return {name: _chosen(answer) for name, answer in chosen.items()}

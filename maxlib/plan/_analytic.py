@@ -179,9 +179,7 @@ def step_of(program: Program) -> StepFacts:
         ticks=schedule.ticks / schedule.microbatches,
         weights=tuple(_weights(program, schedule)),
         mixers=tuple((mixer, _repeats(mixer) * share) for mixer in nn.mixer.mixers(program.model)),
-        experts=tuple(
-            ExpertLayer(moe.router.top_k, moe.capacity_factor, _repeats(moe) * share) for moe in moes(program.plain)
-        ),
+        experts=tuple(ExpertLayer(moe.router.top_k, _repeats(moe) * share) for moe in moes(program.plain)),
         moments_on_host=bytes_on_host(program.state.opt_state),
         weights_on_host=bytes_on_host(program.state.trainable),
     )

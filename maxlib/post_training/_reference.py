@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib._utils.paths import dotted
-from maxlib.ops import is_learned
+from maxlib.ops import LogProbs, is_learned
 from maxlib.post_training._segments import is_filled, token_counts
 from maxlib.training.losses import Batch, Loss, run_model, score
 
@@ -85,7 +85,7 @@ def log_probs(
     entropy: bool = False,
     dtype: Any = jnp.bfloat16,
     remat: nn.remat.Policy = None,
-) -> nn.TokenLogProbs:
+) -> LogProbs:
     """Computes the log-probabilities of a batch's targets, without storing all logits.
 
     Args:
