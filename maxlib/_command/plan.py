@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # `--help` imports none of these
 
 # The names of `sharding.PRESETS`, `nn.remat.POLICIES` and `quantization.TRAINING`, whose modules import jax.
 STRATEGIES = (
-    "dp, zero1, fsdp, tp, tp_sp, fsdp_tp, fsdp_tp_sp, ep, ep_tp, exchange_dense, exchange_ragged, cp_ring, cp_gather, "
-    "cp_ulysses, pp, pp_1f1b, offload_optimizer, offload_layers"
+    "dp, zero1, fsdp, fsdp_by_expert, tp, tp_sp, fsdp_tp, fsdp_tp_sp, ep, ep_tp, exchange_dense, exchange_ragged, "
+    "cp_ring, cp_gather, cp_ulysses, pp, pp_1f1b, offload_optimizer, offload_layers"
 )
 REMATS = "full, attention, qkv, qkv_offload, dots_except_mlp, dots, minimal, minimal_offload"
 QUANTIZATIONS = (

@@ -215,7 +215,8 @@ def test_what_peft_cannot_express_is_refused(files, tmp_path):
 
 def test_what_peft_would_ignore_is_a_warning(base, tmp_path):
     """DeepSeek's first layer is dense: beside experts PEFT reads its MLP as parameters, which have no DoRA there."""
-    adapted = adapters.add(base("deepseek_experts"), adapters.LoRA(2, 4, dora=True), rngs=nnx.Rngs(0))
+    add = jit(lambda model: adapters.add(model, adapters.LoRA(2, 4, dora=True), rngs=nnx.Rngs(0)))
+    adapted = add(base("deepseek_experts"))
     with pytest.warns(UserWarning, match=r"own: PEFT: ignores \d+ dense MLP modules beside experts, such as"):
         adapters.save(adapted, tmp_path / "own", experts="each")
 

@@ -7,6 +7,8 @@ import re
 from maxlib import plan
 from maxlib._command import main
 from maxlib.models import llama
+from maxlib.plan._program import mesh_of
+from maxlib.plan._search import _default_layouts
 from tests.plan.jobs import CONFIG, MIXTRAL, layout
 
 
@@ -39,17 +41,24 @@ def test_a_printed_search_has_the_fastest_that_fit_or_else_the_smallest(monkeypa
     assert [row[row.index("full") + 1] for row in rows] == ["1", "2"]
 
 
+def tried(job):
+    """The layouts that a search tries, each with its mesh."""
+    layouts = _default_layouts(job)
+    return [(one, mesh_of(dataclasses.replace(job, layout=one)).shape) for one in layouts]
+
+
 def test_a_search_spreads_experts_over_devices():
-    found = plan.search(plan.Job(MIXTRAL, "h100x16", sequence=16), batches=(1,), remats=("full",), compile=0)
-    degrees = {(got.mesh["fsdp"], got.mesh["tensor"], got.mesh["expert"]) for got in found.plans}
+    meshes = [mesh for _, mesh in tried(plan.Job(MIXTRAL, "h100x16", sequence=16))]
+    degrees = {(mesh["fsdp"], mesh["tensor"], mesh["expert"]) for mesh in meshes}
     assert {(16, 1, 1), (8, 2, 1), (4, 1, 4), (2, 1, 8)} <= degrees and {expert for *_, expert in degrees} == {1, 4, 8}
 
 
 def test_a_search_copies_parameters_where_the_devices_do_not_divide_a_width():
     cfg = dataclasses.replace(CONFIG, dim=48)
-    found = plan.search(plan.Job(cfg, "h100x32", sequence=16), batches=(1,), remats=("full",), compile=0)
-    meshes = [(got.mesh["data"], got.mesh["fsdp"], got.mesh["tensor"]) for got in found.plans]
-    assert {(2, 16, 1), (1, 16, 2)} <= set(meshes)  # 48 is 3 times 16
+    meshes = [mesh for _, mesh in tried(plan.Job(cfg, "h100x32", sequence=16))]
+    assert {(2, 16, 1), (1, 16, 2)} <= {
+        (mesh["data"], mesh["fsdp"], mesh["tensor"]) for mesh in meshes
+    }  # 48 is 3 times 16
 
 
 def test_a_search_does_not_copy_experts():
@@ -66,10 +75,9 @@ def test_a_search_does_not_copy_experts():
 
 def test_a_search_over_slices_tries_experts_with_and_without_copies():
     job = plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": 2}))
-    found = plan.search(job, batches=(1,), remats=("full",), compile=0)
-    tried = [one for one in found.plans if one.mesh["expert"] == 8]
-    rules = [one.job.layout.rules["expert_embed"] for one in tried]
-    assert {"data": 2, "fsdp": 2}.items() <= tried[0].mesh.items()
+    spread = [(one, mesh) for one, mesh in tried(job) if mesh["expert"] == 8]
+    rules = [one.rules["expert_embed"] for one, _ in spread]
+    assert {"data": 2, "fsdp": 2}.items() <= spread[0][1].items()
     assert sorted(rules, key=len) == [("data", "fsdp"), "fsdp"]
 
 
