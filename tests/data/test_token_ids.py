@@ -29,11 +29,6 @@ def from_parquet(ids, folder):
     return data.parquet(folder / "a.parquet", field="tokens")[0]["tokens"]
 
 
-def from_files(ids, folder):
-    from_parquet(ids, folder)
-    return data.files(folder, field="tokens")[0]["tokens"]
-
-
 def from_pretokenized(ids, folder):
     """Reads a corpus of 32 bits per id, whose file holds other ids than were written."""
     from array_record.python.array_record_module import ArrayRecordWriter
@@ -47,22 +42,6 @@ def from_pretokenized(ids, folder):
     manifest["dtype"], manifest["files"][0]["bytes"] = "<i4", path.stat().st_size
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return data.read_tokens(folder)[0]["tokens"]
-
-
-def from_stream(ids, _):
-    class Stream:
-        num_shards = 1
-
-        def shard(self, **_):
-            return self
-
-        def set_epoch(self, _):
-            pass
-
-        def __iter__(self):
-            return iter([{"tokens": ids}])
-
-    return next(iter(data.HFStream(Stream(), field="tokens")[::1]))["tokens"]
 
 
 def from_numpy(ids, folder):
@@ -116,10 +95,6 @@ def padded(ids, _):
     return data.pad(documents(tokens=ids, targets=[-1] * len(ids)), length=4)[0]["tokens"]
 
 
-def padded_document(ids, _):
-    return data.pad_document({"tokens": ids, "targets": [-1] * len(ids)}, length=4)["tokens"]
-
-
 def padded_targets(ids, _):
     return data.pad(documents(tokens=[0] * len(ids), targets=ids), length=4)[0]["targets"]
 
@@ -137,8 +112,6 @@ ENTRANCES = {
     "in_memory": [lambda ids, _: data.in_memory([ids])[0]["tokens"]],
     "records": [lambda ids, _: data.records([{"tokens": ids}], field="tokens")[0]["tokens"]],
     "parquet": [from_parquet],
-    "files": [from_files],
-    "HFStream": [from_stream],
     "WebDataset": [from_tar],
     "numpy_tokens": [from_numpy],
     "megatron_documents": [from_megatron],
@@ -148,7 +121,6 @@ ENTRANCES = {
     "tokenize": [with_bos],
     "write_tokens": [write_with_eos],
     "pack": [packed, packed_targets],
-    "pad_document": [padded_document],
     "pad": [padded, padded_targets],
     "completion_batch": [prompt, completion],
 }
@@ -160,7 +132,7 @@ WAYS = [(name, way) for name, ways in ENTRANCES.items() for way in ways]
 BAD = 2**31, 2**70, -1, -(2**31) - 1, 5.0, True, "7", None, [7]
 COLUMN = 2**32 + 5, -1, 5.0, None  # what a column of Parquet can hold beside an integer
 INTEGERS = 2**32 + 5, -1  # what an array of int64 can hold
-HOLDS = {from_parquet: COLUMN, from_files: COLUMN, from_pretokenized: [-1]}
+HOLDS = {from_parquet: COLUMN, from_pretokenized: [-1]}
 HOLDS |= dict.fromkeys((from_numpy, from_megatron, megatron_sample), INTEGERS)
 HOLDS |= {from_tar: (*INTEGERS, 5.0, math.nan, "7")}
 MEANS = {packed_targets: -1, padded_targets: -1}  # nothing learned
