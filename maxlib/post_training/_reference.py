@@ -1,8 +1,7 @@
 """Second models: a frozen reference or teacher beside the trained model, and losses that compare with a reference."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,12 +73,8 @@ class MovingReference:
             return (self.alpha * policy + (1 - self.alpha) * reference).astype(reference.dtype)
 
         moved = WithFrozen(model.trained, jax.tree.map(mixed, model.trained, model.frozen))
-        rest = nn.partition(moved, functools.partial(_is_trained, state.trainable))[1]
+        rest = nn.partition(moved, lambda path, _: path in state.trainable)[1]
         trainer.state = dataclasses.replace(state, rest=rest)
-
-
-def _is_trained(trainable: Collection[str], path: str, variable: Any) -> bool:
-    return path in trainable
 
 
 def log_probs(

@@ -64,13 +64,16 @@ def test_a_fresh_adapter_changes_nothing_and_comes_off_by_identity():
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(base), strict=True))
 
 
-@pytest.mark.parametrize("options", [full({}), full({"rslora": True}), {"dora": True}], ids=["lora", "rslora", "dora"])
-def test_merged_equals_unmerged(options):
-    adapted = trained(put_on(model("both"), dataclasses.replace(LORA, **options)))
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {"dora": True}), full("both", {"dora": True}), full("both", {"rslora": True})]
+)
+def test_merged_equals_unmerged(name, options):
+    base = model(name)
+    adapted = trained(put_on(base, dataclasses.replace(LORA, **options)))
     merged = jit(adapters.merge)(adapted)
-    assert jax.tree.structure(merged) == jax.tree.structure(model("both"))
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
     close(logits(merged), logits(adapted))
-    assert np.abs(logits(merged) - logits(model("both"))).max() > 0.1
+    assert np.abs(logits(merged) - logits(base)).max() > 0.1
 
 
 @pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
@@ -132,8 +135,6 @@ def test_on_a_quantized_base(format):
     merged = jit(adapters.merge)(adapted)
     assert not [v for v in jax.tree.leaves(merged) if v.dtype not in (jnp.float32, jnp.int32)]
     close(logits(merged), logits(adapted), atol=5e-5)
-    narrow = jit(lambda model: adapters.merge(model, requantize=True))(adapted)
-    assert jax.tree.structure(narrow) == jax.tree.structure(base)
 
 
 def test_a_quantized_step_trains_factors_only():
@@ -294,5 +295,3 @@ def test_preferences_on_a_tuned_adapter_refer_to_the_tuned_model():
     (value, stats), grads = jit(gradient)(policy)
     np.testing.assert_allclose(value / stats.num_targets, np.log(2), rtol=1e-6)
     assert max(float(jnp.abs(g).max()) for g in grads.values()) > 1e-4
-    (on_tuned, stats), _ = jit(gradient)(tuned)  # here the reference is the model below the tuned adapter
-    assert abs(on_tuned / stats.num_targets - np.log(2)) > 1e-3

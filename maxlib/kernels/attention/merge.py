@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 def merge_parts(
-    outs: Float[Array, "P *rows Hv"], lses: Float[Array, "P *rows"]
+    outs: Float[Array, "P *rows Hv"], lses: Float[Array, " P *rows"]
 ) -> tuple[Float[Array, "*rows Hv"], Float[Array, "*rows"]]:
     """Merges attention over P disjoint parts of the keys; differentiable, also for a row without a visible key.
 
