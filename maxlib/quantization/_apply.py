@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from maxlib import nn
@@ -56,17 +56,9 @@ def for_inference(model: Model, rules: Rules) -> Model:
     Raises:
         ValueError: as for `for_training`, and when the groups of a named format divide no matrix.
     """
-    if not isinstance(rules, str):
-        return _apply(model, as_rules(rules, INFERENCE), store)
-    divided: dict[str, bool] = {}  # whether groups divide a matrix, by path
-
-    def store_divided(site: Any, format: Format, path: str) -> Any:
-        divided[path] = divides(format, site.w)
-        return store(site, format, path) if divided[path] else site
-
-    new = _apply(model, as_rules(rules, INFERENCE), store_divided)
-    _look_at_undivided(divided, INFERENCE[rules])
-    return new
+    if isinstance(rules, str):
+        return _apply(model, _rules_that_divide(model, rules), store)
+    return _apply(model, as_rules(rules, INFERENCE), store)
 
 
 def full_precision(model: Model) -> Model:
@@ -105,20 +97,26 @@ def _look_at_unknown(model: Any, rules: Sequence[Rule], decide: sites.Decide) ->
         )
 
 
-def _look_at_undivided(divided: Mapping[str, bool], format: Format) -> None:
-    """Warns about matrices that groups do not divide; raises ValueError if they divide none."""
+def _rules_that_divide(model: Any, name: str) -> list[Rule]:
+    """Returns the rules of a preset and, before them, one for each matrix that its groups do not divide."""
+    (rule,) = as_rules(name, INFERENCE)
+    format, short = rule.format, nn.tree.pattern_paths(model)
+    assert format is not None
+    divided = {
+        short.get(f"{path}.w", path).removesuffix(".w"): divides(format, site.w)
+        for path, site in sites.find(model, sites.SITES)
+        if sites.kind_of(site) in rule.kinds
+    }
     left = [path for path, is_divided in divided.items() if not is_divided]
-    if left and not any(divided.values()):
-        raise ValueError(
-            f"the last dimension of a matrix must be a multiple of the group; got {format}, which fits none of "
-            f"{left}. Pass a Format with a smaller group"
-        )
+    if left and len(left) == len(divided):
+        raise ValueError(f"groups must divide the last dimension of a matrix; got {format}, which fits none of {left}")
     if left:
         warnings.warn(
             f"these matrices stay in full precision, because their last dimension is not a multiple of the group of "
             f"{format}: {left}",
             stacklevel=3,
         )
+    return [*(Rule(None, path) for path in left), rule]
 
 
 def _round_operands(site: Any, format: Format, path: str) -> Any:
@@ -146,12 +144,10 @@ def store(site: Any, format: Format, path: str) -> Any:
     """Returns a layer with its weight in `format`; `path` names it in errors."""
     if isinstance(site, nn.Embed) and format.activations is not None:
         raise ValueError(f"{path}: for embeddings and heads only weights can be quantized; got {format}")
-    if format.block is not None or format.weights in FOUR_BIT_FLOATS:
-        raise ValueError(f"{path}: blocks, nvfp4 and mxfp4 are for training; stored weights have groups. Got {format}")
-    if format.activations is not None and format.is_emulated:
+    if format.block is not None or format.weights in FOUR_BIT_FLOATS or (format.activations and format.is_emulated):
         raise ValueError(
-            f"{path}: with rounded activations, stored weights must be of 8 bits without groups; got {format}. Store the "
-            "weights alone, in the same format without activations"
+            f"{path}: blocks, nvfp4 and mxfp4 are for training; with rounded activations, stored weights must be of 8 bits "
+            f"without groups. Got {format}"
         )
     _check_plain(site, path)
     if isinstance(site.w, nn.quantized.QuantizedWeight):
@@ -161,20 +157,18 @@ def store(site: Any, format: Format, path: str) -> Any:
         raise ValueError(
             f"{path}: the last dimension of its weight {w.shape} must be a multiple of the group; got {format}"
         )
-    summed = site.w.get_metadata().get("summed")
     stored = nn.quantized.QuantizedWeight(
         w,
         qtype=format.weights,
         outputs=sites.outputs(site),
         group=format.group,
         axes=sites.axes_of(site),
-        summed=summed,
+        summed=site.w.get_metadata().get("summed"),
     )
     if isinstance(site, nn.Embed):
         return sites.replace(site, w=stored)
-    return sites.replace(
-        site, w=stored, matmul=nn.matmul.PlainMatmul() if format.activations is None else Quantized(format)
-    )
+    matmul = nn.matmul.PlainMatmul() if format.activations is None else Quantized(format)
+    return sites.replace(site, w=stored, matmul=matmul)
 
 
 def divides(format: Format, w: Any) -> bool:

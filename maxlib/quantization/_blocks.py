@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxlib import ops
 from maxlib.hardware import current_device, is_blackwell
@@ -159,9 +159,8 @@ def _spread(scale: Float[Array, "..."], sides: Sequence[int], shape: Sequence[in
 # ------------------------------------------------------------------------------------------------- dense
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def einsum(x: Float[Array, "..."], w: Float[Array, "..."], spec: str, format: Format) -> Float[Array, "..."]:
-    """Computes `einsum(spec, x, w)` of rounded blocks; the gradient is straight-through, as `format` says.
+    """Computes `einsum(spec, x, w)` of rounded blocks.
 
     Args:
         x: Activations.
@@ -174,27 +173,29 @@ def einsum(x: Float[Array, "..."], w: Float[Array, "..."], spec: str, format: Fo
     return _product(spec, lines, _squares(w, of_w, of_x, of_y, format), x.dtype)
 
 
-def _forward(x, w, spec, format):
-    return einsum(x, w, spec, format), (x, w)
+def einsum_gradients(
+    x: Float[Array, "..."], w: Float[Array, "..."], d: Float[Array, "..."], spec: str, format: Format
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Computes the gradients of both operands of `einsum`, whose products are of rounded blocks too.
 
-
-def _backward(spec, format, residuals, d):
-    x, w = residuals
-    if format.gradients is None:
-        return jax.vjp(lambda x, w: jnp.einsum(spec, x, w), x, w)[1](d)
+    Args:
+        x: Activations.
+        w: The weight.
+        d: Gradient of the result.
+        spec: As for `einsum`.
+        format: Formats of the operands, with blocks.
+    """
     of_x, of_w, of_y = spec.replace("->", ",").split(",")
     # Both products of the backward pass sum over other dimensions, so the lines run along those. Squares do not change.
-    lines = _gradient_lines(d, of_y, _last(of_w, of_x), format)
+    # Rounding gradients to nearest would add a bias to every step.
+    lines = _lines(d, format.gradients, of_y, _last(of_w, of_x), format, stochastic=True)
     dx = _product(f"{of_y},{of_w}->{of_x}", lines, _squares(w, of_w, of_x, of_y, format), x.dtype)
     along = _last(of_x, of_w)
     if format.gradients == NVFP4 and along:
         d, x = _rotated(d, of_y.index(along)), _rotated(x, of_x.index(along))
-    left = _gradient_lines(d, of_y, along, format)
+    left = _lines(d, format.gradients, of_y, along, format, stochastic=True)
     right = _lines(x, format.activations, of_x, along, format)
     return dx, _product(f"{of_y},{of_x}->{of_w}", left, right, w.dtype)
-
-
-einsum.defvjp(_forward, _backward)
 
 
 def _last(letters: str, others: str) -> str:
@@ -202,15 +203,11 @@ def _last(letters: str, others: str) -> str:
     return next((letter for letter in reversed(letters) if letter not in others), "")
 
 
-def _lines(x: Array, kind: Any, letters: str, along: str, format: Format) -> Blocks:
+def _lines(x: Array, kind: str | None, letters: str, along: str, format: Format, *, stochastic: bool = False) -> Blocks:
     """Rounds activations or gradients with blocks along one dimension."""
-    return quantize(x, kind, tuple(_side(format) if letter in along else 1 for letter in letters))
-
-
-def _gradient_lines(d: Array, letters: str, along: str, format: Format) -> Blocks:
-    """Rounds gradients, which NVFP4 rounds at random: rounding to nearest would add a bias to every step."""
-    sides = tuple(_side(format) if letter in along else 1 for letter in letters)
-    return quantize(d, str(format.gradients), sides, stochastic=format.gradients == NVFP4)
+    assert kind is not None and format.block is not None
+    sides = tuple(format.block if letter in along else 1 for letter in letters)
+    return quantize(x, kind, sides, stochastic=stochastic and kind == NVFP4)
 
 
 def _rotated(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
@@ -228,21 +225,21 @@ def _rotated(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
 
 def _rotation() -> np.ndarray:
     """Returns a random sign for each row, times the Hadamard matrix divided by its norm."""
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < _HADAMARD:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (_HADAMARD, 1))
-    return signs * matrix / np.sqrt(np.float32(_HADAMARD))
+    return signs * hadamard(_HADAMARD).astype(np.float32) / np.sqrt(np.float32(_HADAMARD))
+
+
+def hadamard(size: int) -> Float[np.ndarray, "N N"]:
+    """Returns Sylvester's Hadamard matrix of a power of two."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
 
 
 def _squares(w: Array, of_w: str, of_x: str, of_y: str, format: Format) -> Blocks:
     """Rounds a weight with square blocks over its last summed dimension and its last output dimension."""
     return _lines(w, format.weights, of_w, _last(of_w, of_y) + _last(of_w, of_x), format)
-
-
-def _side(format: Format) -> int:
-    assert format.block is not None
-    return format.block
 
 
 def _product(spec: str, a: Blocks, b: Blocks, dtype: Any) -> Float[Array, "..."]:
@@ -308,42 +305,29 @@ def _matrices(x: Blocks, letters: str, batch: str, kept: str, summed: str) -> tu
 # ----------------------------------------------------------------------------------------------- experts
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def grouped(rows, w, counts, weight_order: ops.ExpertWeightOrder, format: Format):
+def grouped(
+    rows: Float[Array, "M I"],
+    w: Float[Array, "E A B"],
+    counts: Int[Array, " E"],
+    weight_order: ops.ExpertWeightOrder,
+    format: Format,
+    *,
+    gradients: bool = False,
+) -> Float[Array, "M C"]:
     """Multiplies rows, sorted by expert, by the matrices of their experts, both rounded in blocks.
 
     Products are computed in the dtype of `rows` by the best kernel of `ops.grouped_matmul`.
 
     Args:
-        rows: `M I`.
-        w: `E O I` or `E I O`.
+        rows: The rows.
+        w: The matrices, `E O I` or `E I O`.
         counts: Rows of each expert.
         weight_order: Dimensions of `w`.
         format: Formats of the operands, with blocks.
+        gradients: True if the rows are gradients.
     """
-    return _grouped_product(_lines(rows, format.activations, "MI", "I", format), w, counts, weight_order, format)
-
-
-def _grouped_forward(rows, w, counts, weight_order, format):
-    return grouped(rows, w, counts, weight_order, format), (rows, w, counts)
-
-
-def _grouped_backward(weight_order, format, residuals, d):
-    rows, w, counts = residuals
-    if format.gradients is None:
-        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, weight_order=weight_order), rows, w)[1](
-            d
-        ), None
-    back: ops.ExpertWeightOrder = "EIO" if weight_order == "EOI" else "EOI"
-    d_rows = _grouped_product(_gradient_lines(d, "MO", "O", format), w, counts, back, format)
-    return d_rows, _outer(d, rows, counts, weight_order, format).astype(w.dtype), None
-
-
-grouped.defvjp(_grouped_forward, _grouped_backward)
-
-
-def _grouped_product(lines: Blocks, w, counts, weight_order: ops.ExpertWeightOrder, format: Format):
-    """Multiplies rounded rows by the rounded matrices of their experts, in the dtype of `w`."""
+    kind = format.gradients if gradients else format.activations
+    lines = _lines(rows, kind, "MI", "I", format, stochastic=gradients)
     squares = _lines(w, format.weights, "EOI", "OI", format)
     y = ops.grouped_matmul(lines.within(w.dtype), squares.within(w.dtype), counts, weight_order=weight_order)
     return _times(y, lines, squares).astype(w.dtype)
@@ -354,11 +338,24 @@ def _times(y: Array, a: Blocks, b: Blocks) -> Array:
     return y if a.of_all is None or b.of_all is None else y * (a.of_all * b.of_all)
 
 
-def _outer(d, rows, counts, weight_order: ops.ExpertWeightOrder, format: Format):
-    """Computes the gradient of the experts' weights; a line of rows may contain rows of two neighbouring experts."""
-    used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # other rows are arbitrary and would affect scales
-    d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
+def grouped_outer(
+    d: Float[Array, "M O"],
+    rows: Float[Array, "M I"],
+    counts: Int[Array, " E"],
+    weight_order: ops.ExpertWeightOrder,
+    format: Format,
+) -> Float[Array, "E A B"]:
+    """Computes the gradient of the experts' weights; a line of rows may contain rows of two neighbouring experts.
+
+    Args:
+        d: Gradients of the results; 0 in rows of no expert.
+        rows: The rows; 0 in those of no expert.
+        counts: Rows of each expert.
+        weight_order: Dimensions of the gradient.
+        format: Formats of the operands, with blocks.
+    """
     dtype = d.dtype
-    d, x = _gradient_lines(d, "MO", "M", format), _lines(rows, format.activations, "MI", "M", format)
-    left, right = (d, x) if weight_order == "EOI" else (x, d)
-    return _times(ops.grouped_outer(left.within(dtype), right.within(dtype), counts), d, x)
+    d_lines = _lines(d, format.gradients, "MO", "M", format, stochastic=True)
+    x_lines = _lines(rows, format.activations, "MI", "M", format)
+    left, right = (d_lines, x_lines) if weight_order == "EOI" else (x_lines, d_lines)
+    return _times(ops.grouped_outer(left.within(dtype), right.within(dtype), counts), left, right)

@@ -3,11 +3,13 @@ weight.
 """
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,7 +19,7 @@ from maxlib._utils.paths import dotted
 from maxlib.nn import sites
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import Format
-from maxlib.quantization._matmul import Quantized
+from maxlib.quantization._matmul import format_of
 from maxlib.weights import buckets, export, files
 
 MANIFEST = files.QUANTIZED
@@ -111,14 +113,9 @@ def load(
 
 def _manifest(model: Any) -> dict[str, Any]:
     """Returns the contents of quantization.json: the format and dtype of each weight, and the grouping of stacks."""
-    formats, dtypes = {}, {}
-    for path, site in sites.find(model, sites.SITES):
-        if isinstance(site.w, nn.quantized.QuantizedWeight):
-            rounds = (
-                None if isinstance(site, nn.Embed) or not isinstance(site.matmul, Quantized) else site.matmul.format
-            )
-            formats[path] = dataclasses.asdict(rounds or Format(site.w.qtype, group=site.w.group))
-            dtypes[path] = np.dtype(site.w.dtype).name
+    stored = {p: s for p, s in sites.find(model, sites.SITES) if isinstance(s.w, nn.quantized.QuantizedWeight)}
+    formats = {path: dataclasses.asdict(cast(Format, format_of(site))) for path, site in stored.items()}
+    dtypes = {path: np.dtype(site.w.dtype).name for path, site in stored.items()}
     return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": nn.tree.groupings(model)}
 
 
@@ -132,30 +129,19 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} must be of version {_VERSION}, got {manifest.get('version')}: files of version 1 name layers in another "
             "way, so quantize the model again; later versions need a newer maxlib"
         )
-    formats, dtypes, layouts = (manifest.get(name) for name in ("formats", "dtypes", "layouts"))
-    if not (isinstance(formats, dict) and isinstance(dtypes, dict) and isinstance(layouts, dict)):
-        raise ValueError(f"{path} must have formats, dtypes and layouts. Write it again.")
     try:
-        made = {name: Format(**format) for name, format in formats.items()}
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} has an invalid weight format: {error}") from error
-    if made.keys() != dtypes.keys() or not all(dtype in _DTYPES for dtype in dtypes.values()):
-        raise ValueError(f"{path} must give one of {_DTYPES} for each weight that has a format. Write it again.")
-    if wrong := [name for name, layout in layouts.items() if not _is_layout(layout)]:
-        raise ValueError(
-            f"{path}: the layout of a stack must be pairs of a period and its repeats, got {layouts[wrong[0]]!r:.200}"
-        )
-    return {"formats": made, "dtypes": dtypes, "layouts": layouts}
+        formats = {name: Format(**format) for name, format in manifest["formats"].items()}
+        dtypes = {name: _DTYPES[manifest["dtypes"][name]] for name in formats}
+        layouts = {
+            name: [(operator.index(period), operator.index(repeats)) for period, repeats in layout]
+            for name, layout in manifest["layouts"].items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}. Write it again by quantization.save") from error
+    return {"formats": formats, "dtypes": dtypes, "layouts": layouts}
 
 
-_DTYPES = ["float32", "bfloat16", "float16"]
-
-
-def _is_layout(layout: Any) -> bool:
-    def is_group(group):
-        return isinstance(group, list) and len(group) == 2 and all(type(n) is int and n > 0 for n in group)
-
-    return isinstance(layout, list) and all(map(is_group, layout))
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
@@ -174,7 +160,7 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         name = dotted(path)
         if not isinstance(site, sites.SITES) or name not in manifest["formats"]:
             return site
-        format, dtype = manifest["formats"][name], np.dtype(manifest["dtypes"][name])
+        format, dtype = manifest["formats"][name], manifest["dtypes"][name]
 
         def make(site):
             return store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
@@ -187,14 +173,16 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
 
 def _differences(stored: Any, wanted: dict[str, Any]) -> list[str]:
     """Lists the differences between stored arrays and those of the model."""
-    missing = [f"{path} is missing" for path in wanted if path not in stored]
-    extra = [f"{name} is left over" for name in stored if name not in wanted]
-    both = [(path, stored[path], v.get_value()) for path, v in wanted.items() if path in stored]
-    shapes = [f"{path} is {a.shape}, should be {b.shape}" for path, a, b in both if a.shape != b.shape]
-    # Plain weights may be of any float dtype; bytes of another format would be other weights.
-    dtypes = [
-        f"{path} is {a.dtype}, should be {b.dtype}"
-        for path, a, b in both
-        if a.dtype != b.dtype and not {a.dtype.name, np.dtype(b.dtype).name} <= {*_DTYPES}
+
+    def described(array: Any) -> str:
+        # Plain weights may be of any float dtype; bytes of another format would be other weights.
+        dtype = np.dtype(array.dtype).name
+        return f"{'floating' if dtype in _DTYPES else dtype} {tuple(array.shape)}"
+
+    have = {path: described(tensor) for path, tensor in stored.items()}
+    want = {path: described(variable.get_value()) for path, variable in wanted.items()}
+    return [
+        f"{path} is {have.get(path, 'missing')}, should be {want.get(path, 'absent')}"
+        for path in sorted(have.keys() | want.keys())
+        if have.get(path) != want.get(path)
     ]
-    return missing + extra + shapes + dtypes

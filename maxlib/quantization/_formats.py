@@ -47,16 +47,14 @@ class Format:
         for name in ("activations", "gradients"):
             if getattr(self, name) not in (None, *NARROW):
                 raise ValueError(f"{name} must be None or one of {NARROW}, got {getattr(self, name)!r}")
-        if self.activations is None and self.gradients is not None:
-            raise ValueError("gradients can only be quantized if activations are; pass activations too")
         if self.is_emulated and (self.gradients is not None or self.block is not None):
             raise ValueError(
                 f"gradients and blocks need weights in one of {NARROW} without groups, and rounded activations; got {self}"
             )
         if self.group is not None and self.group < 2:
             raise ValueError(f"group must be at least 2, got {self.group}")
-        if self.block is not None and (self.activations is None or self.block < 32 or self.block % 32):
-            raise ValueError(f"block must be a multiple of 32, and activations rounded too; got {self}")
+        if self.block is not None and (self.block < 32 or self.block % 32):
+            raise ValueError(f"block must be a multiple of 32, got {self}")
 
     @property
     def is_emulated(self) -> bool:
@@ -70,17 +68,14 @@ class Format:
         return " ".join([self.weights + group, *more])
 
 
-INT8_TRAINING = Format("int8", "int8")
-FP8_TRAINING = Format("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
-E4M3 = "float8_e4m3fn"
-FP8_BLOCK_TRAINING = Format(E4M3, E4M3, E4M3, block=128)
-NVFP4_TRAINING = Format("nvfp4", "nvfp4", "nvfp4", block=16)
+_E4M3 = "float8_e4m3fn"
+_NVFP4 = Format("nvfp4", "nvfp4", "nvfp4", block=16)
 TRAINING = {
-    "int8": INT8_TRAINING,
+    "int8": Format("int8", "int8"),
     "int8_gradients": Format("int8", "int8", "int8"),
-    "fp8": FP8_TRAINING,
-    "fp8_block": FP8_BLOCK_TRAINING,
-    "nvfp4": NVFP4_TRAINING,
+    "fp8": Format(_E4M3, _E4M3, "float8_e5m2"),
+    "fp8_block": Format(_E4M3, _E4M3, _E4M3, block=128),
+    "nvfp4": _NVFP4,
     "int4_qat": Format("int4", group=32),
     "int4_w4a8_qat": Format("int4", "int8", group=32),
     "nvfp4_qat": Format("nvfp4", group=16),
@@ -90,9 +85,9 @@ INFERENCE = {
     "int8": Format("int8"),
     "int4": Format("int4", group=32),
     "nf4": Format("nf4", group=64),
-    "fp8": Format("float8_e4m3fn"),
+    "fp8": Format(_E4M3),
     "int8_w8a8": Format("int8", "int8"),
-    "fp8_w8a8": Format("float8_e4m3fn", "float8_e4m3fn"),
+    "fp8_w8a8": Format(_E4M3, _E4M3),
 }
 
 
@@ -143,7 +138,7 @@ def as_rules(rules: Rules, presets: Mapping[str, Format]) -> tuple[Rule, ...]:
             raise ValueError(
                 f"there is no preset {rules!r}; pass one of {sorted(presets)}, a Format or a list of Rules"
             )
-        if presets[rules] == NVFP4_TRAINING:
-            return Rule(None, layers=LastLayers(0.15)), Rule(NVFP4_TRAINING)
+        if presets[rules] == _NVFP4:
+            return Rule(None, layers=LastLayers(0.15)), Rule(_NVFP4)
         rules = presets[rules]
     return (Rule(rules),) if isinstance(rules, Format) else tuple(rules)

@@ -1,7 +1,8 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323): rounds weights so that the outputs of a layer change least.
 
 Each column is rounded in turn, and its error is moved to the columns that are not rounded yet, by the covariance of the
-inputs. Layers are calibrated one after the other on the outputs of the quantized layers before them.
+inputs. Inputs of large variance are rounded first, and each group gets the best of several scales of both signs. The
+inputs are those of the model in full precision.
 """
 
 import functools
@@ -18,11 +19,12 @@ from maxlib.nn import sites
 from maxlib.nn.sites import Where
 from maxlib.quantization._apply import store
 from maxlib.quantization._formats import INFERENCE, Format, Rules, as_rules
-from maxlib.quantization._streaming import Inputs, Stream, formats_of, matrices, with_layers
+from maxlib.quantization._streaming import Inputs, Stream, arranged, formats_of, matrices, with_layers
 
 Model = TypeVar("Model")
 _MAXIMA = {"int4": 7, "int8": 127}
-_SHRINKS = np.linspace(0.6, 1.0, 17, dtype=np.float32)  # of a group's largest value, that are tried for its scale
+# Scales that are tried, relative to one by which the largest number of a group becomes 7 or 127.
+_FACTORS = {"int4": np.array([*range(20, 33), *range(-32, -19)], np.float32) / 32, "int8": np.ones(1, np.float32)}
 
 
 def gptq(
@@ -31,7 +33,6 @@ def gptq(
     rules: Rules = "int4",
     *,
     damping: float = 0.01,
-    propagation: float = 0.5,
     dtype: Any = jnp.float32,
 ) -> Model:
     """Returns a model as `for_inference` does, with weights that GPTQ rounds; experts are calibrated on their own rows.
@@ -46,8 +47,6 @@ def gptq(
         rules: As for `for_inference`, with weights in int4 or int8. Matrices outside of the layers, and those whose
             groups run along their outputs, are rounded to nearest.
         damping: Share of the mean variance of inputs that is added to each variance.
-        propagation: Share of the error of earlier layers that a matrix makes up for before it is rounded (QEP, Arai &
-            Ichikawa 2025, arXiv:2504.09629); 0 is GPTQ alone, and takes half of the passes.
         dtype: Dtype of the computation.
 
     Raises:
@@ -58,12 +57,10 @@ def gptq(
         raise ValueError(f"GPTQ rounds to {' or '.join(_MAXIMA)}, got {wrong[0]}; for_inference rounds to every format")
     decide = sites.Decisions(rules, lambda rule: rule.format)
     stream, layers = Stream(model, tokens, dtype), []
-    exact = Stream(model, tokens, dtype) if propagation else None
     for i, layer in stream:
-        records, _ = stream.record(i, layer, exact=exact)
-        formats = formats_of(layer, decide, i, stream.count)
-        layers.append(_quantized(layer, formats, records, damping, propagation))
-        stream.advance(i, layers[-1])
+        records, outputs = stream.record(i, layer)
+        layers.append(_quantized(layer, formats_of(layer, decide, i, stream.count), records, damping))
+        stream.put(outputs)
 
     def outside(where: Where) -> Any:
         return None if where.path.startswith("layers.") else decide(where)
@@ -76,56 +73,28 @@ def gptq(
     return with_layers(new, layers)
 
 
-def _quantized(
-    layer: Any, formats: dict[str, Format | None], records: dict[str, Inputs], damping: float, propagation: float
-) -> Any:
+def _quantized(layer: Any, formats: dict[str, Format | None], records: dict[str, Inputs], damping: float) -> Any:
     """Returns a layer with its weights in the formats."""
 
     def stored(path: str, site: Any) -> Any:
         format = formats[path]
-        return site if format is None else _stored(site, format, path, records.get(path), damping, propagation)
+        return site if format is None else _stored(site, format, path, records.get(path), damping)
 
     return sites.map_sites(layer, stored)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "path", "damping", "propagation"))
-def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float, propagation: float) -> Any:
+@functools.partial(jax.jit, static_argnames=("format", "path", "damping"))
+def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float) -> Any:
     """Returns a layer with its weight in `format`, rounded by what it reads; to nearest if that is not known."""
     stored = store(site, format, f"layers.{path}")
-    experts, outputs, inputs = sites.dimensions(site)
-    if read is None or -1 not in inputs:
+    if read is None or -1 not in sites.dimensions(site)[2]:
         return stored
-    order = [d % site.w.ndim for d in (*experts, *outputs, *inputs)]
-    back, shape = np.argsort(order), [site.w.shape[d] for d in order]
     w = matrices(site)
-    if read.cross is not None:
-        w = _compensated(w, read.covariance, read.cross, damping, propagation)
     values, scale = _rounded(w, read.covariance, format.weights, format.group or w.shape[-1], damping)
-    # [E, O, I] -> [.., outputs.., inputs..] -> the order of the weight
-    values = values.reshape(shape).transpose(back).astype(stored.w.quantized().qvalue.dtype)
-    # A scale for each group of the last dimension, or one for all inputs of an output.
-    groups = [*shape[:-1], shape[-1] // format.group] if format.group else [*shape[: -len(inputs)], *[1] * len(inputs)]
-    new = stored.w
-    new.values = new.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
-    new.scale = new.scale.replace(scale.reshape(groups).transpose(back).astype(new.scale.get_value().dtype))
+    values = arranged(values, site, stored.w.quantized().qvalue)
+    stored.w.values = stored.w.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
+    stored.w.scale = stored.w.scale.replace(arranged(scale, site, stored.w.scale.get_value()))
     return stored
-
-
-@functools.partial(jax.jit, static_argnames=("damping", "propagation"))
-def _compensated(
-    matrices: Float[Array, "E O I"],
-    covariance: Float[Array, "E I I"],
-    cross: Float[Array, "E I I"],
-    damping: float,
-    propagation: float,
-) -> Float[Array, "E O I"]:
-    """Moves matrices W towards those that make of the inputs x what W makes of the exact inputs y.
-
-    The least sum of (W y - V x)^2 has V = W C H^-1, with C = sum of y x^T and H = sum of x x^T.
-    """
-    factor = jax.scipy.linalg.cho_factor(jax.vmap(_damped, in_axes=(0, None))(covariance, damping))
-    change = jax.scipy.linalg.cho_solve(factor, jnp.swapaxes(matrices @ (cross - covariance), 1, 2))
-    return matrices + propagation * jnp.swapaxes(change, 1, 2)
 
 
 def _damped(covariance: Float[Array, "I I"], damping: float) -> Float[Array, "I I"]:
@@ -139,11 +108,13 @@ def _rounded(
     matrices: Float[Array, "E O I"], covariances: Float[Array, "E I I"], qtype: str, group: int, damping: float
 ) -> tuple[Float[Array, "E O I"], Float[Array, "E O G"]]:
     """Returns the values and the scales of matrices with groups of `group` inputs."""
-    return jax.lax.map(lambda pair: _round(pair[0], pair[1], _MAXIMA[qtype], group, damping), (matrices, covariances))
+    return jax.lax.map(lambda pair: _round(pair[0], pair[1], qtype, group, damping), (matrices, covariances))
 
 
-def _round(w: Array, covariance: Array, largest: int, group: int, damping: float) -> tuple[Array, Array]:
-    O, I = w.shape
+def _round(w: Array, covariance: Array, qtype: str, group: int, damping: float) -> tuple[Array, Array]:
+    (O, I), largest = w.shape, _MAXIMA[qtype]
+    order = _order(jnp.diagonal(covariance), group)
+    w, covariance = w[:, order], covariance[order][:, order]
     # U with inverse(H) = U^T U: row i has the weights by which the error of column i moves to the columns after it.
     # With the order of inputs reversed, H = L L^T, and the inverse of L reversed back is U.
     lower = jnp.linalg.cholesky(_damped(covariance, damping)[::-1, ::-1])
@@ -154,35 +125,44 @@ def _round(w: Array, covariance: Array, largest: int, group: int, damping: float
         block = jax.lax.dynamic_slice(columns, (start, 0), (group, O))
         rows = jax.lax.dynamic_slice(upper, (start, 0), (group, I))
         inner = jax.lax.dynamic_slice(rows, (0, start), (group, group))
-        # An error of column j costs (error / U_jj)^2 after the columns behind it have made up for it.
-        scale = _scale(block, 1 / jnp.diagonal(inner) ** 2, largest)
 
-        def round_column(block: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
-            column = block[j]
-            value = jnp.clip(jnp.round(column / scale), -largest - 1, largest)
-            error = (column - value * scale) / inner[j, j]
-            after = jnp.where(jnp.arange(group) > j, inner[j], 0.0)
-            return block - jnp.outer(after, error), (value, error)
+        def rounded(scale: Array) -> tuple[Array, Array]:
+            def round_column(block: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
+                column = block[j]
+                value = jnp.clip(jnp.round(column / scale), -largest - 1, largest)
+                error = (column - value * scale) / inner[j, j]
+                after = jnp.where(jnp.arange(group) > j, inner[j], 0.0)
+                return block - jnp.outer(after, error), (value, error)
 
-        _, (values, errors) = jax.lax.scan(round_column, block, jnp.arange(group))
+            return jax.lax.scan(round_column, block, jnp.arange(group))[1]
+
+        # Of several scales, the one whose errors cost least after later columns have made up for them.
+        scales = _scales(block, qtype)
+        costs = jax.lax.map(lambda scale: jnp.sum(rounded(scale)[1] ** 2, axis=0), scales)  # [C, O]
+        scale = jnp.take_along_axis(scales, jnp.argmin(costs, axis=0)[None], axis=0)[0]
+        values, errors = rounded(scale)
         later = jnp.where((jnp.arange(I) >= start + group)[None, :], rows, 0.0)
         return columns - later.T @ errors, (values, scale)
 
     # Columns are rows here, [I, O], so that each lies together.
     _, (values, scale) = jax.lax.scan(round_group, w.T, jnp.arange(I // group))
     # [G, g, O] -> [O, I] and [G, O] -> [O, G]
-    return values.reshape(I, O).T, scale.T
+    return values.reshape(I, O).T[:, jnp.argsort(order)], scale.T[:, jnp.argsort(order[::group] // group)]
 
 
-def _scale(block: Float[Array, "g O"], cost: Float[Array, " g"], largest: int) -> Float[Array, " O"]:
-    """Returns the scale of each output with the least squared error, where `cost` is the factor of each column."""
-    most = jnp.max(jnp.abs(block), axis=0)
+def _order(variance: Float[Array, " I"], group: int) -> Int[Array, " I"]:
+    """Returns the inputs in the order of rounding: those of large variance first, groups together.
 
-    def error(shrink: Array) -> tuple[Array, Array]:
-        scale = (shrink * most / largest).astype(jnp.bfloat16).astype(jnp.float32)  # as it is stored
-        scale = jnp.where(scale > 0, scale, 1.0)
-        rounded = jnp.clip(jnp.round(block / scale[None]), -largest - 1, largest) * scale[None]
-        return cost @ (block - rounded) ** 2, scale
+    The last ones take most of the errors.
+    """
+    groups = variance.reshape(-1, group)
+    inputs = jnp.argsort(-groups, axis=1) + group * jnp.arange(len(groups))[:, None]
+    return inputs[jnp.argsort(-groups.max(axis=1))].reshape(-1)
 
-    errors, scales = jax.lax.map(error, jnp.asarray(_SHRINKS))
-    return jnp.take_along_axis(scales, jnp.argmin(errors, axis=0)[None], axis=0)[0]
+
+def _scales(block: Float[Array, "g O"], qtype: str) -> Float[Array, "C O"]:
+    """Returns scales to try for each output; with a negative one, the largest number may be -8 instead of 7."""
+    largest = jnp.take_along_axis(block, jnp.argmax(jnp.abs(block), axis=0)[None], axis=0)  # [1, O]
+    scales = _FACTORS[qtype][:, None] * largest / _MAXIMA[qtype]
+    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)  # as they are stored
+    return jnp.where(scales != 0, scales, 1.0)

@@ -40,8 +40,7 @@ class Quantized:
         spec = ops.spelled_out(spec, x.ndim)
         if self.format.is_emulated:
             return nn.matmul.PlainMatmul().einsum(spec, *_emulated.operands(spec, x, w[...], self.format))
-        multiply = _einsum if self.format.block is None else _blocks.einsum
-        return multiply(x, jnp.asarray(w[...], x.dtype), spec, self.format)
+        return _einsum(x, jnp.asarray(w[...], x.dtype), spec, self.format)
 
     def grouped(
         self,
@@ -57,12 +56,20 @@ class Quantized:
             rows, w = _emulated.operands(f"MI,{weight_order}->MEO", rows, w[...], self.format)
             return nn.matmul.PlainMatmul().grouped(rows, w, rows_per_expert, weight_order)
         w = jnp.asarray(w[...], rows.dtype)
-        multiply = _grouped if self.format.block is None else _blocks.grouped
-        return multiply(*vary_alike((rows, w, rows_per_expert)), weight_order, self.format)
+        return _grouped(*vary_alike((rows, w, rows_per_expert)), weight_order, self.format)
+
+
+def format_of(site: Any) -> Format | None:
+    """Returns the format of a layer's operands, or in which it stores its weight; None for full precision."""
+    if not isinstance(site, nn.Embed) and isinstance(site.matmul, Quantized):
+        return site.matmul.format
+    return Format(site.w.qtype, group=site.w.group) if isinstance(site.w, nn.quantized.QuantizedWeight) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _einsum(x, w, spec: str, format: Format):
+    if format.block is not None:
+        return _blocks.einsum(x, w, spec, format)
     return _product(spec, x, w, format.activations, format.weights)
 
 
@@ -73,8 +80,10 @@ def _einsum_forward(x, w, spec, format):
 def _einsum_backward(spec, format, residuals, d):
     x, w = residuals
     if format.gradients is None:
-        return jax.vjp(lambda x, w: jnp.einsum(spec, x, w), x, w)[1](d)
-    (of_x, of_w), of_y = spec.split("->")[0].split(","), spec.split("->")[1]
+        return jax.vjp(functools.partial(jnp.einsum, spec), x, w)[1](d)
+    if format.block is not None:
+        return _blocks.einsum_gradients(x, w, d, spec, format)
+    of_x, of_w, of_y = spec.replace("->", ",").split(",")
     dx = _product(f"{of_y},{of_w}->{of_x}", d, w, format.gradients, format.weights)
     dw = _product(f"{of_y},{of_x}->{of_w}", d, x, format.gradients, format.activations)
     return dx, dw.astype(w.dtype)
@@ -85,6 +94,8 @@ _einsum.defvjp(_einsum_forward, _einsum_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _grouped(rows, w, counts, weight_order: ops.ExpertWeightOrder, format: Format):
+    if format.block is not None:
+        return _blocks.grouped(rows, w, counts, weight_order, format)
     return _grouped_product(rows, w, counts, weight_order, format.activations, format.weights)
 
 
@@ -95,10 +106,15 @@ def _grouped_forward(rows, w, counts, weight_order, format):
 def _grouped_backward(weight_order, format, residuals, d):
     rows, w, counts = residuals
     if format.gradients is None:
-        return *jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, weight_order=weight_order), rows, w)[1](
-            d
-        ), None
+        exact = functools.partial(ops.grouped_matmul, rows_per_expert=counts, weight_order=weight_order)
+        return *jax.vjp(exact, rows, w)[1](d), None
     back: ops.ExpertWeightOrder = "EIO" if weight_order == "EOI" else "EOI"
+    # Rows of no expert are arbitrary, and would affect scales.
+    used = (jnp.arange(len(rows)) < counts.sum())[:, None]
+    d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
+    if format.block is not None:
+        d_rows = _blocks.grouped(d, w, counts, back, format, gradients=True)
+        return d_rows, _blocks.grouped_outer(d, rows, counts, weight_order, format).astype(w.dtype), None
     d_rows = _grouped_product(d, w, counts, back, format.gradients, format.weights)
     return d_rows, _grouped_outer(d, rows, counts, weight_order, format).astype(w.dtype), None
 
@@ -131,8 +147,6 @@ def _grouped_outer(d, rows, counts, weight_order: ops.ExpertWeightOrder, format:
 
     All experts share the scale of a column, because it must be constant along the summed rows.
     """
-    used = (jnp.arange(len(rows)) < counts.sum())[:, None]  # other rows are arbitrary
-    d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
     d, x = _rounded(d, format.gradients, "MO", "O"), _rounded(rows, format.activations, "MI", "I")
     left, right = (d, x) if weight_order == "EOI" else (x, d)
     y = ops.grouped_outer(left.qvalue, right.qvalue, counts)

@@ -12,10 +12,10 @@ from jaxtyping import Array, Int
 from rich import box
 from rich.table import Table
 
-from maxlib import nn
 from maxlib._utils.text import to_text
 from maxlib.nn.sites import SITES, Kind, find, kind_of, unknown
-from maxlib.quantization._matmul import Quantized
+from maxlib.quantization._formats import Format
+from maxlib.quantization._matmul import format_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,28 +104,17 @@ def report(model: Any) -> Report:
     Args:
         model: A model; `jax.eval_shape` of one is enough.
     """
-    rows = [_row(path, site) for path, site in find(model, SITES)] + [
-        _unknown_row(path, x) for path, x in unknown(model).items()
-    ]
+    rows = [_row(path, kind_of(site), site.w, format_of(site)) for path, site in find(model, SITES)]
+    rows += [_row(path, "unknown", w, None) for path, w in unknown(model).items()]
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(model))
     return Report(tuple(rows), total - sum(row.after for row in rows))
 
 
-def _unknown_row(path: str, variable: Any) -> Row:
-    """Returns the row of a matrix in a layer of unknown type."""
-    value = variable.get_value()
-    return Row(path, "unknown", None, value.size, _bytes(value), _bytes(value))
-
-
-def _row(path: str, site: Any) -> Row:
-    """Returns the row of a layer."""
-    after = sum(_bytes(leaf) for leaf in jax.tree.leaves(site.w))
-    rounds = None if isinstance(site, nn.Embed) or not isinstance(site.matmul, Quantized) else str(site.matmul.format)
-    if not isinstance(site.w, nn.quantized.QuantizedWeight):
-        numbers = site.w.get_value().size
-        return Row(path, kind_of(site), rounds, numbers, after, after)
-    numbers = math.prod(site.w.shape)
-    return Row(path, kind_of(site), rounds or site.w.qtype, numbers, numbers * site.w.dtype.itemsize, after)
+def _row(path: str, kind: Kind, w: Any, format: Format | None) -> Row:
+    """Returns the row of a weight."""
+    numbers, after = math.prod(w.shape), sum(_bytes(leaf) for leaf in jax.tree.leaves(w))
+    name = None if format is None else str(format)
+    return Row(path, kind, name, numbers, numbers * w.dtype.itemsize, after)
 
 
 def _bytes(array: Any) -> int:

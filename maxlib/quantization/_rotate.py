@@ -6,6 +6,8 @@ it did.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.quantization._scales import find_links, without_weight
-from maxlib.quantization._streaming import Stream, with_layers
+from maxlib.quantization._blocks import hadamard
+from maxlib.quantization._scales import Link, by_layer, without_weight
 
 _TRIAL = (2, 16)  # rows and tokens of the text that shows what reads a norm, and that nothing changed
 _TOLERANCE = 1e-3  # of the largest logit
@@ -57,17 +59,11 @@ def rotate(model: Any, key: Array) -> Any:
 
 def _without_weights(model: Any, tokens: Array) -> Any:
     """Returns a model whose norms of the residual stream have moved their weights into matmuls."""
-    stream, layers = Stream(model, [tokens], jnp.float32), []
-    links: dict[Any, list[Any]] = {}
-    for i, layer in stream:
-        kind = model.layers.kind_numbers[i]
-        if kind not in links:
-            links[kind] = find_links(stream, i, layer)
-        for link in links[kind]:
-            layer = without_weight(layer, link)
-        layers.append(layer)
-        stream.advance(i, layer)
-    new = with_layers(model, layers)
+
+    def change(i: int, layer: Any, links: Sequence[Link], records: Any) -> Any:
+        return functools.reduce(without_weight, links, layer)
+
+    new = by_layer(model, [tokens], change, jnp.float32)
     if isinstance(model.norm, nn.RMSNorm):
         weight = model.norm.scale[...] + (1.0 if model.norm.plus_one else 0.0)
         head = jax.tree.map(lambda a: a, model.head or model.embed)
@@ -81,11 +77,8 @@ def _without_weights(model: Any, tokens: Array) -> Any:
 def _orthogonal(size: int, random: np.random.Generator) -> Float[np.ndarray, "D D"]:
     """Returns an orthogonal matrix that spreads every channel over all of them."""
     power = size & -size  # the largest power of two that divides it
-    hadamard = np.ones((1, 1))
-    while len(hadamard) < power:
-        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])  # Sylvester's
     rest = np.linalg.qr(random.standard_normal((size // power, size // power)))[0]
-    return np.kron(hadamard / np.sqrt(power), rest) * random.choice([-1.0, 1.0], size)[:, None]
+    return np.kron(hadamard(power) / np.sqrt(power), rest) * random.choice([-1.0, 1.0], size)[:, None]
 
 
 def _along(value: Array, axes: tuple[str, ...], rotation: np.ndarray) -> Array:

@@ -22,7 +22,7 @@ from maxlib._utils.paths import dotted
 from maxlib.nn import sites
 from maxlib.quantization._apply import divides
 from maxlib.quantization._formats import INFERENCE, Format, Rules, as_rules
-from maxlib.quantization._streaming import Inputs, Stream, formats_of, matrices, spread, with_layers
+from maxlib.quantization._streaming import Inputs, Stream, formats_of, matrices, with_layers, with_matrices
 
 Model = TypeVar("Model")
 Factor = Float[Array, "E N"]  # E is 1, or experts have factors of their own
@@ -77,12 +77,10 @@ def awq(
         formats = formats_of(layer, decide, i, count)
         for link in links:
             layer = _scaled(layer, link, _best(layer, link, formats, records, grid), records)
-        if not clip:
-            return layer
-        return sites.map_sites(layer, lambda path, site: _clipped(site, formats[path], records.get(path)))
+        return sites.map_sites(layer, lambda p, site: _clipped(site, formats[p], records.get(p))) if clip else layer
 
     count = len(model.layers)  # pyright: ignore[reportAttributeAccessIssue]
-    return _by_layer(model, tokens, change, dtype)
+    return by_layer(model, tokens, change, dtype)
 
 
 def smoothquant(
@@ -115,10 +113,10 @@ def smoothquant(
             layer = _scaled(layer, link, jnp.where(of_inputs > 0, factor, 1.0), records)
         return layer
 
-    return _by_layer(model, tokens, change, dtype)
+    return by_layer(model, tokens, change, dtype)
 
 
-def _by_layer(
+def by_layer(
     model: Any,
     tokens: Sequence[Any],
     change: Callable[[int, Any, Sequence[Link], dict[str, Inputs]], Any],
@@ -142,7 +140,7 @@ def find_links(stream: Stream, i: int, layer: Any) -> list[Link]:
     records, (output,) = stream.record(i, layer, batches=1)
     links = []
     for path, node in nn.tree.find(layer, (*_NORMS, *sites.SITES)):
-        if isinstance(node, nn.Embed) or not _is_plain(node):
+        if isinstance(node, nn.Embed):
             continue
         factor = jnp.asarray(np.random.RandomState(0).choice([0.5, 2.0], (1, _width(node))), jnp.float32)
         after, _ = stream.record(i, _with_factor(layer, Link(path, ()), 1 / factor), batches=1)
@@ -165,13 +163,6 @@ def _is_near(a: Array, b: Array, factor: Array | None = None) -> bool:
         return False
     want = b if factor is None else b * factor
     return bool(jnp.abs(a - want).max() <= _TOLERANCE * jnp.abs(want).max())
-
-
-def _is_plain(node: Any) -> bool:
-    """Returns True for norms, and for matmuls with a plain weight and no adapter."""
-    return isinstance(node, _NORMS) or (
-        not isinstance(node.w, nn.quantized.QuantizedWeight) and isinstance(node.matmul, nn.matmul.PlainMatmul)
-    )
 
 
 def _width(node: Any) -> int:
@@ -200,35 +191,29 @@ def _with_factor(layer: Any, link: Link, factor: Factor) -> Any:
 
 def _scaled(layer: Any, link: Link, factor: Factor, records: dict[str, Inputs]) -> Any:
     """Returns a layer as `_with_factor` does, and updates the records of what its matmuls read."""
+    square = factor[:, :, None] * factor[:, None, :]
     for path in link.readers:
-        read = records[path]
-        square = factor[:, :, None] * factor[:, None, :]
-        records[path] = Inputs(
-            read.covariance / jnp.broadcast_to(square, read.covariance.shape),
-            read.largest / jnp.broadcast_to(factor, read.largest.shape),
-        )
+        records[path] = Inputs(records[path].covariance / square, records[path].largest / factor)
     return _with_factor(layer, link, factor)
 
 
 @jax.jit
 def _with_outputs(node: Any, factor: Factor) -> Any:
     new = jax.tree.map(lambda a: a, node)
+    if isinstance(node, nn.LayerNorm) and node.bias is not None:
+        new.bias = _product(node.bias, factor[0])
     if isinstance(node, _NORMS):
         new.scale = _product(node.scale, factor[0], offset=1.0 if node.plus_one else 0.0)
-        bias = getattr(node, "bias", None)
-        if bias is not None:
-            new.bias = _product(bias, factor[0])
         return new
-    new.w = _product(node.w, spread(node, factor, inputs=False))
     if node.b is not None:
         experts = len(sites.dimensions(node)[0]) if len(factor) == 1 else 0
         new.b = _product(node.b, factor.reshape(node.b.shape[experts:]))
-    return new
+    return with_matrices(new, matrices(node) * factor[:, :, None])
 
 
 @jax.jit
 def _with_inputs(site: Any, factor: Factor) -> Any:
-    return sites.replace(site, w=_product(site.w, spread(site, factor, inputs=True)))
+    return with_matrices(site, matrices(site) * factor[:, None, :])
 
 
 def _product(variable: nnx.Variable, factor: Array, offset: float = 0.0) -> nnx.Variable:
@@ -274,70 +259,61 @@ def _best(layer: Any, link: Link, formats: dict[str, Format | None], records: di
     errors = jnp.zeros(candidates.shape[:2])
     for path in link.readers:
         format = formats[path]
-        if format is not None and divides(format, nodes[path].w):
-            of_path = _errors(nodes[path], candidates, records[path].covariance, format)
+        if format is not None and _has_groups_of_inputs(nodes[path], format):
+            of_path = _errors(matrices(nodes[path]), candidates, records[path].covariance, format)
             errors += of_path if errors.shape[1] > 1 else of_path.sum(axis=1, keepdims=True)
     choice = errors.argmin(axis=0)  # [E]
     return jnp.take_along_axis(candidates, choice[None, :, None], axis=0)[0]
 
 
+def _has_groups_of_inputs(site: Any, format: Format) -> bool:
+    """Returns True if groups run along inputs, as those of the matrices do, or if there are none."""
+    return divides(format, site.w) and (format.group is None or -1 in sites.dimensions(site)[2])
+
+
 @functools.partial(jax.jit, static_argnames="format")
 def _errors(
-    site: Any, candidates: Float[Array, "R F I"], covariance: Float[Array, "E I I"], format: Format
+    w: Float[Array, "E O I"], candidates: Float[Array, "R F I"], covariance: Float[Array, "E I I"], format: Format
 ) -> Float[Array, "R E"]:
     """Returns the squared error of the outputs for each factor on the weights; F is E, or 1 for a factor of all."""
-    exact = matrices(site)
 
     def error(factor: Factor) -> Array:
-        on_w = jnp.broadcast_to(spread(site, factor, inputs=True), site.w.shape)
-        rounded = _nearest(site, site.w[...] * on_w, format) / on_w
-        change = matrices(sites.replace(site, w=site.w.replace(rounded))) - exact
+        change = _nearest(w * factor[:, None, :], format) / factor[:, None, :] - w
         return jnp.sum((change @ covariance) * change, axis=(1, 2))
 
     return jax.lax.map(error, candidates)
 
 
-def _nearest(site: Any, w: Array, format: Format) -> Array:
-    """Returns a weight rounded as `for_inference` stores it."""
-    outputs, axes = sites.outputs(site), sites.axes_of(site)
-    return nn.quantized.QuantizedWeight(w, qtype=format.weights, outputs=outputs, group=format.group, axes=axes)[...]
+def _nearest(w: Float[Array, "E O I"], format: Format) -> Float[Array, "E O I"]:
+    """Returns matrices rounded as `for_inference` stores them."""
+    return nn.quantized.QuantizedWeight(w, qtype=format.weights, outputs=(0, 1), group=format.group, axes=("", "", ""))[
+        ...
+    ]
 
 
 def _clipped(site: Any, format: Format | None, read: Inputs | None) -> Any:
     """Returns a layer with the largest weights of its groups limited, where that changes its outputs less."""
-    if format is None or format.group is None or read is None or not divides(format, site.w):
+    if read is None or format is None or format.group is None or not _has_groups_of_inputs(site, format):
         return site
-    if -1 not in sites.dimensions(site)[2]:
-        return site
-    return sites.replace(site, w=site.w.replace(_limited(site, read.covariance, format).astype(site.w.dtype)))
+    return with_matrices(site, _limited(matrices(site), read.covariance, format))
 
 
 @functools.partial(jax.jit, static_argnames="format")
-def _limited(site: Any, covariance: Float[Array, "E I I"], format: Format) -> Array:
-    """Returns the weight with the best of several limits for each group, by the error of the group's product."""
-    w, group = site.w[...], format.group
+def _limited(w: Float[Array, "E O I"], covariance: Float[Array, "E I I"], format: Format) -> Float[Array, "E O I"]:
+    """Returns matrices with the best of several limits for each group, by the error of the group's product."""
+    (E, O, I), group = w.shape, format.group
     assert group is not None
-    E, O, I = matrices(site).shape
     # Blocks of the diagonal: [E, I, I] -> [E, G, g, g]
-    blocks = covariance.reshape(len(covariance), I // group, group, I // group, group)
+    blocks = covariance.reshape(E, I // group, group, I // group, group)
     blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=1, axis2=3), -1, 1)
-    groups = w.reshape(*w.shape[:-1], -1, group)
+    groups = w.reshape(E, O, I // group, group)
     most = jnp.abs(groups).max(axis=-1, keepdims=True)
 
-    def limited(shrink: Array) -> Array:
-        most_now = jnp.broadcast_to(most * shrink, groups.shape)
-        return jnp.clip(groups, -most_now, most_now).reshape(w.shape)
-
     def error(shrink: Array) -> Array:
-        change = _nearest(site, limited(shrink), format) - w
-        change = matrices(sites.replace(site, w=site.w.replace(change))).reshape(E, O, I // group, group)
+        limited = jnp.clip(groups, -shrink * most, shrink * most).reshape(w.shape)
+        change = (_nearest(limited, format) - w).reshape(groups.shape)
         return jnp.einsum("eogi,egij,eogj->eog", change, blocks, change)
 
     shrinks = jnp.linspace(1.0, 0.5, 11)
-    best = shrinks[jax.lax.map(error, shrinks).argmin(axis=0)]  # [E, O, G]
-    # Back to the order of the weight, whose last dimension has the groups.
-    experts, outputs, inputs = sites.dimensions(site)
-    order = [d % w.ndim for d in (*experts, *outputs, *inputs)]
-    best = best.reshape([*(w.shape[d] for d in order[:-1]), w.shape[-1] // group]).transpose(np.argsort(order))
-    limit = jnp.broadcast_to(most * best[..., None], groups.shape)
+    limit = shrinks[jax.lax.map(error, shrinks).argmin(axis=0)][..., None] * most
     return jnp.clip(groups, -limit, limit).reshape(w.shape)

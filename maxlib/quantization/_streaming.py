@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from maxlib import nn, ops
 from maxlib.nn import sites
@@ -31,13 +31,10 @@ class Inputs:
     Attributes:
         covariance: Sum of `x x^T` over tokens, not centered.
         largest: Largest absolute value of each input.
-        cross: Sum of `y x^T`, where `y` is what the same matmul reads of the same token in the model in full precision;
-            None if that is not known.
     """
 
     covariance: Float[Array, "E I I"]
     largest: Float[Array, "E I"]
-    cross: Float[Array, "E I I"] | None = None
 
 
 _rows: dict[str, list[Any]] = {}  # what each matmul of the layer that runs has read, by path
@@ -68,20 +65,16 @@ class Stream:
             self._states.append((x, dataclasses.replace(ctx, features=None), inputs))
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        """Yields the number and a copy of each layer; `advance` must be called before the next one."""
+        """Yields the number and a copy of each layer; `put` must be called before the next one."""
         return ((i, jax.tree.map(jnp.asarray, self.model.layers[i])) for i in range(self.count))
 
-    def record(
-        self, i: int, layer: Any, *, batches: int | None = None, exact: "Stream | None" = None
-    ) -> tuple[dict[str, Inputs], list[Any]]:
+    def record(self, i: int, layer: Any, *, batches: int | None = None) -> tuple[dict[str, Inputs], list[Any]]:
         """Runs layer `i`, as `layer` now is.
 
         Args:
             i: Its number.
             layer: The layer.
             batches: How many batches to run; None for all.
-            exact: A stream of the same text in which nothing is quantized, which is advanced. `cross` is then known,
-                but not for experts, to which other tokens may be sent.
 
         Returns:
             What each matmul read, by path, and the layer's outputs for each batch.
@@ -89,20 +82,11 @@ class Stream:
         layer = sites.map_sites(layer, _recording)
         records: dict[str, Inputs] = {}
         outputs = []
-        for n, state in enumerate(self._states[:batches]):
+        for state in self._states[:batches]:
             outputs.append(_run(layer, state, i))
-            rows, exact_rows = _taken(), {}
-            if exact is not None:
-                x = _run(layer, exact._states[n], i)
-                exact_rows = _taken()
-                exact._states[n] = (x, *exact._states[n][1:])
-            for path, read in _statistics(rows, exact_rows).items():
+            for path, read in _statistics(_taken()).items():
                 records[path] = read if path not in records else _added(records[path], read)
         return records, outputs
-
-    def advance(self, i: int, layer: Any) -> None:
-        """Makes the outputs of layer `i`, as `layer` now is, the inputs of the next one."""
-        self.put([_run(layer, state, i) for state in self._states])
 
     def put(self, outputs: Sequence[Any]) -> None:
         """Makes the outputs of a layer for each batch the inputs of the next one."""
@@ -145,27 +129,25 @@ def _taken() -> dict[str, list[Any]]:
     return rows
 
 
-def _statistics(rows: dict[str, list[Any]], exact_rows: dict[str, list[Any]]) -> dict[str, Inputs]:
+def _statistics(rows: dict[str, list[Any]]) -> dict[str, Inputs]:
     """Returns the statistics of the rows of one batch, by path."""
     seen: list[tuple[Any, Inputs]] = []  # queries, keys and values read the same rows
     statistics: dict[str, Inputs] = {}
     for path, calls in rows.items():
-        others = exact_rows.get(path, [None] * len(calls))
-        for (x, counts), other in zip(calls, others, strict=True):
+        for x, counts in calls:
             read = next((read for y, read in seen if counts is None and np.array_equal(x, y)), None)
             if read is None:
-                read = _inputs(x, counts, None if other is None or counts is not None else other[0])
+                read = _inputs(x, counts)
                 seen += [(x, read)] if counts is None else []
             statistics[path] = read if path not in statistics else _added(statistics[path], read)
     return statistics
 
 
 @jax.jit
-def _inputs(x: Float[Array, "M I"], counts: Int[Array, " E"] | None, exact: Float[Array, "M I"] | None) -> Inputs:
+def _inputs(x: Float[Array, "M I"], counts: Int[Array, " E"] | None) -> Inputs:
     """Returns the statistics of rows, which are sorted by expert if there are `counts`."""
     if counts is None:
-        cross = None if exact is None else (exact.T @ x)[None]
-        return Inputs((x.T @ x)[None], jnp.abs(x).max(axis=0)[None], cross)
+        return Inputs((x.T @ x)[None], jnp.abs(x).max(axis=0)[None])
     expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(len(x)), side="right")
     x = jnp.where((expert < len(counts))[:, None], x, 0)  # rows behind those of the last expert belong to none
     largest = jax.ops.segment_max(jnp.abs(x), expert, len(counts))
@@ -174,8 +156,7 @@ def _inputs(x: Float[Array, "M I"], counts: Int[Array, " E"] | None, exact: Floa
 
 @jax.jit
 def _added(a: Inputs, b: Inputs) -> Inputs:
-    cross = None if a.cross is None or b.cross is None else a.cross + b.cross
-    return Inputs(a.covariance + b.covariance, jnp.maximum(a.largest, b.largest), cross)
+    return Inputs(a.covariance + b.covariance, jnp.maximum(a.largest, b.largest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,16 +200,23 @@ def formats_of(layer: Any, decide: sites.Decide, i: int, count: int) -> dict[str
 
 def matrices(site: Any) -> Float[Array, "E O I"]:
     """Returns the matrices of a layer's plain weight in float32: one, or one for each expert."""
-    w = site.w[...]
-    experts, outputs, inputs = ([d % w.ndim for d in dims] for dims in sites.dimensions(site))
-    sizes = [math.prod(w.shape[d] for d in dims) for dims in (experts, outputs, inputs)]
+    sizes = [math.prod(site.w.shape[d] for d in dims) for dims in sites.dimensions(site)]
     # [.., outputs.., inputs..] in any order -> [E, O, I]
-    return w.transpose([*experts, *outputs, *inputs]).reshape(sizes).astype(jnp.float32)
+    return site.w[...].transpose(_order(site)).reshape(sizes).astype(jnp.float32)
 
 
-def spread(site: Any, values: Float[Array, "E N"], *, inputs: bool) -> Float[Array, "..."]:
-    """Returns values for each input, or each output, in a shape that broadcasts to the layer's weight."""
-    ndim = len(sites.axes_of(site))
-    experts, of_outputs, of_inputs = sites.dimensions(site)
-    dims = [*(experts if len(values) > 1 else ()), *(of_inputs if inputs else of_outputs)]
-    return values.reshape([site.w.shape[d] if d - ndim in dims else 1 for d in range(ndim)])
+def with_matrices(site: Any, matrices: Float[Array, "E O I"]) -> Any:
+    """Returns a layer with other matrices as its weight, in the weight's dtype."""
+    return sites.replace(site, w=site.w.replace(arranged(matrices, site, site.w[...])))
+
+
+def arranged(matrices: Float[Array, "E O I"], site: Any, like: Any) -> Num[Array, "..."]:
+    """Returns matrices, or their scales, in the order of a layer's weight, with the sizes and the dtype of `like`."""
+    order = _order(site)
+    # [E, O, I] -> [.., outputs.., inputs..] -> the order of the weight
+    return matrices.reshape([like.shape[d] for d in order]).transpose(np.argsort(order)).astype(like.dtype)
+
+
+def _order(site: Any) -> list[int]:
+    """Returns the dimensions of a layer's weight: those of experts, of outputs, and of inputs."""
+    return [d % site.w.ndim for dims in sites.dimensions(site) for d in dims]

@@ -111,12 +111,9 @@ def quantization_of(directory: str | Path) -> Mapping[str, Any]:
     """Returns the `quantization_config` of a directory, which may be that of its text model; {} if there is none."""
     path = Path(directory) / "config.json"
     config = read_json_object(path) if path.is_file() else {}
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, dict) else {}):
-        for name in ("quantization_config", "compression_config"):
-            if isinstance(fields.get(name), dict):
-                return fields[name]
-    return {}
+    places = [fields for fields in (config, config.get("text_config")) if isinstance(fields, dict)]
+    entries = [fields.get(name) for fields in places for name in ("quantization_config", "compression_config")]
+    return next((entry for entry in entries if isinstance(entry, dict)), {})
 
 
 def unreadable(quantization: Any) -> str:
@@ -211,11 +208,23 @@ def _words(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     return (numbers << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
 
 
-def _indices(groups: np.ndarray, count: int) -> np.ndarray:
-    """Returns the group of each input; raises ValueError for one that does not exist."""
-    if len(groups) and not (groups.min() >= 0 and groups.max() < count):
-        raise ValueError(f"groups must be in [0, {count}), got {groups.min()} to {groups.max()}")
-    return groups
+def _without_zeros(
+    codes: np.ndarray, zeros: np.ndarray, scale: np.ndarray, groups: np.ndarray | None = None
+) -> Factors:
+    """Returns the factors of unsigned numbers `O I`, with a zero point and a scale for each group, `O G`.
+
+    Args:
+        codes: The numbers.
+        zeros: The zero points.
+        scale: The scales.
+        groups: The group of each input; None for groups of neighbours.
+    """
+    I, G = codes.shape[1], scale.shape[1]
+    groups = np.arange(I) // (I // G) if groups is None else groups
+    if len(groups) and not (groups.min() >= 0 and groups.max() < G):
+        raise ValueError(f"groups must be in [0, {G}), got {groups.min()} to {groups.max()}")
+    values = codes.astype(np.int16) - zeros.astype(np.int16)[:, groups]
+    return Factors(values, scale.astype(np.float32)[:, groups], scale.dtype)
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], blocks: Sequence[int] | None = None) -> np.ndarray:
@@ -281,15 +290,13 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     blocks = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
     bits = {w["num_bits"] for w in weights if w.get("type", "int") == "int"}
     sizes = {w["group_size"] for w in weights if w.get("group_size")}
-    return _compressed(tuple(sorted(bits)), blocks, sizes)
+    return _packed_weights(bits, sizes), _narrow_weights(blocks)
 
 
-def _compressed(
-    bits: Sequence[int] = (), blocks: Sequence[int] | None = None, sizes: Collection[int] = ()
-) -> Sequence[Scheme]:
-    """Lists the schemes of compressed-tensors: packed weights, and weights of a dtype with scales."""
+def _packed_weights(bits: Collection[int], sizes: Collection[int]) -> Scheme:
+    """Returns the scheme of integers in words, and of pairs of E2M1 numbers."""
 
-    def packed_layout(parts: Parts) -> Layout:
+    def layout(parts: Parts) -> Layout:
         packed, scale = parts["weight_packed"], parts["weight_scale"].shape
         if packed.dtype == np.uint8:
             return _sized(_layout((packed.shape[0], 2 * packed.shape[1]), "float8_e4m3fn", scale), sizes)
@@ -304,7 +311,7 @@ def _compressed(
         return _sized(_layout(shape, qtype, scale), sizes)
 
     def width(packed: tuple[int, ...], shape: tuple[int, ...]) -> int:
-        fitting = [n for n in bits if packed == (shape[0], -(-shape[1] * n // 32))]
+        fitting = [n for n in sorted(bits) if packed == (shape[0], -(-shape[1] * n // 32))]
         if len(fitting) != 1:
             raise ValueError(f"{packed} words must hold {shape} numbers of {' or '.join(map(str, bits))} bits")
         return fitting[0]
@@ -313,54 +320,41 @@ def _compressed(
         packed, scale = arrays["weight_packed"], arrays["weight_scale"]
         if packed.dtype == np.uint8:
             return _fp4(packed, scale, 1 / arrays["weight_global_scale"] if "weight_global_scale" in arrays else None)
-        shape = tuple(map(int, arrays["weight_shape"]))
-        n = width(packed.shape, shape)
-        values = _words(packed, n, shape[1]).astype(np.int16) - (1 << n - 1)
-        index = _indices(arrays["weight_g_idx"], scale.shape[-1]) if "weight_g_idx" in arrays else None
-        spread = scale.astype(np.float32)[:, index] if index is not None else _spread(scale, shape)
+        O, I = map(int, arrays["weight_shape"])
+        n = width(packed.shape, (O, I))
+        scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+        zeros = np.full(scale.shape, 1 << n - 1)
         if "weight_zero_point" in arrays:  # packed along the outputs: [O / 8, G] words -> [G, O] -> [O, G]
-            zeros = _words(arrays["weight_zero_point"].T, n, shape[0]).T.astype(np.int16)
-            zeros = zeros - (1 << n - 1)
-            values = values - (zeros[:, index] if index is not None else _spread(zeros, shape).astype(np.int16))
-        return Factors(values, spread, scale.dtype)
+            zeros = _words(arrays["weight_zero_point"].T, n, O).T
+        return _without_zeros(_words(packed, n, I), zeros, scale, arrays.get("weight_g_idx"))
 
-    def narrow_layout(parts: Parts) -> Layout:
+    optional = ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+    name, tensors = "compressed-tensors' packed weights", ("weight_packed", "weight_scale")
+    return Scheme(name, "weight_packed", tensors, optional, layout, unpack)
+
+
+def _narrow_weights(blocks: Sequence[int] | None = None) -> Scheme:
+    """Returns the scheme of a weight of a dtype of eight bits."""
+
+    def layout(parts: Parts) -> Layout:
         weight = parts["weight"]
-        if len(weight.shape) != 2:
-            raise ValueError("a weight with scales must be a matrix")
-        if weight.dtype != np.int8 and weight.dtype not in _FLOAT8:
-            raise ValueError("a weight with scales must be int8 or a float8")
+        if len(weight.shape) != 2 or weight.dtype not in (np.int8, *_FLOAT8):
+            raise ValueError("a weight with scales must be int8 or a float8, and a matrix")
         qtype = None if "weight_zero_point" in parts else weight.dtype.name
         return _layout(weight.shape, qtype, parts["weight_scale"].shape, blocks)
 
-    def unpack_narrow(arrays: _Arrays) -> Factors:
-        weight, scale = arrays["weight"], arrays["weight_scale"]
-        values = weight
-        if "weight_zero_point" in arrays and weight.dtype == np.int8:
-            zeros = _spread(arrays["weight_zero_point"], weight.shape, blocks).astype(np.int16)
-            values = weight.astype(np.int16) - zeros
+    def unpack(arrays: _Arrays) -> Factors:
+        values, scale = arrays["weight"], arrays["weight_scale"]
         if scale.dtype == np.uint8:  # MXFP8
-            return Factors(values, _spread(_e8m0(scale), weight.shape), np.dtype(ml_dtypes.bfloat16))
-        return Factors(values, _spread(scale, weight.shape, blocks), scale.dtype)
+            return Factors(values, _spread(_e8m0(scale), values.shape), np.dtype(ml_dtypes.bfloat16))
+        spread = _spread(scale, values.shape, blocks)
+        if "weight_zero_point" in arrays and values.dtype == np.int8:
+            zeros = _spread(arrays["weight_zero_point"], values.shape, blocks).astype(np.int16)
+            values = values.astype(np.int16) - zeros
+        return Factors(values, spread, scale.dtype)
 
-    return (
-        Scheme(
-            "compressed-tensors' packed weights",
-            "weight_packed",
-            ("weight_packed", "weight_scale"),
-            ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
-            packed_layout,
-            unpack,
-        ),
-        Scheme(
-            "int8 or FP8 with weight_scale",
-            "weight_scale",
-            ("weight", "weight_scale"),
-            ("weight_zero_point",),
-            narrow_layout,
-            unpack_narrow,
-        ),
-    )
+    name, tensors = "int8 or FP8 with weight_scale", ("weight", "weight_scale")
+    return Scheme(name, "weight_scale", tensors, ("weight_zero_point",), layout, unpack)
 
 
 def _e8m0(scale: np.ndarray) -> np.ndarray:
@@ -383,7 +377,7 @@ def _modelopt(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     if algorithm not in ("NVFP4", "FP8"):
         raise ValueError(f"quant_algo must be NVFP4 or FP8, got {algorithm!r}")
     if algorithm == "FP8":
-        return _compressed()[1:]
+        return (_narrow_weights(),)
 
     def layout(parts: Parts) -> Layout:
         rows, columns = parts["weight"].shape
@@ -400,7 +394,7 @@ def _auto_fp8(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     """Reads FP8 with `weight_scale`, of AutoFP8 and FBGEMM; `_fp8` reads it with `weight_scale_inv`."""
     if quantization.get("quant_method") == "fp8" and not is_scaled_fp8(quantization):
         raise ValueError(f"weight_block_size must be absent or [128, 128], got {quantization['weight_block_size']}")
-    return _compressed()[1:]
+    return (_narrow_weights(),)
 
 
 # ---------------------------------------------------------------------------------------------- GPTQ and AWQ
@@ -419,28 +413,32 @@ def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     qtype = "int4" if least <= 4 else "int8" if least <= 8 else None
 
     def layout(parts: Parts) -> Layout:
-        words, scales, zeros = (parts[name].shape for name in ("qweight", "scales", "qzeros"))
-        I, O = words[0] * 32 // bits, words[1]
-        groups = scales[0] if len(scales) == 2 else 0
+        words, O = parts["qweight"].shape
+        I = words * 32 // bits
         if "g_idx" not in parts and not ordered:
             raise ValueError("with desc_act there must be a g_idx, the group of each input")
-        fit = groups > 0 and scales == (groups, O) and zeros == (groups, O * bits // 32)
-        if not fit or ("g_idx" not in parts and I % groups) or ("g_idx" in parts and parts["g_idx"].shape != (I,)):
-            raise ValueError(f"{bits} bits need scales, zero points and a group for each of {I} inputs, {O} outputs")
+        groups = _count_groups(parts, (O, I), bits)
         layout = Layout((O, I), qtype if ordered else None, None if groups == 1 else I // groups)
         return layout if "g_idx" in parts else _sized(layout, sizes)
 
     def unpack(arrays: _Arrays) -> Factors:
         # [I / 8, O] words -> [O, I]
         codes = _words(arrays["qweight"].T, bits, arrays["qweight"].shape[0] * 32 // bits)
-        scales, O = arrays["scales"], len(codes)
-        zeros = _words(arrays["qzeros"], bits, O).astype(np.int16)  # [G, O]
+        zeros = _words(arrays["qzeros"], bits, len(codes))  # [G, O]
         zeros = zeros + 1 & (1 << bits) - 1 if form == "gptq" else zeros
-        groups = np.arange(codes.shape[1]) // (codes.shape[1] // len(scales))
-        index = _indices(arrays.get("g_idx", groups), len(scales))
-        return Factors(codes.astype(np.int16) - zeros[index].T, scales.astype(np.float32)[index].T, scales.dtype)
+        return _without_zeros(codes, zeros.T, arrays["scales"].T, arrays.get("g_idx"))
 
     return (Scheme("GPTQ", "qweight", ("qweight", "qzeros", "scales"), ("g_idx",), layout, unpack),)
+
+
+def _count_groups(parts: Parts, shape: tuple[int, int], bits: int) -> int:
+    """Returns the number of groups of inputs; raises ValueError for scales or zero points that do not fit."""
+    (O, I), scales = shape, parts["scales"].shape
+    fit = len(scales) == 2 and scales[0] > 0 and parts["qzeros"].shape == (scales[0], O * bits // 32)
+    divided = parts["g_idx"].shape == (I,) if "g_idx" in parts else fit and I % scales[0] == 0
+    if not (fit and scales[1] == O and divided):
+        raise ValueError(f"{bits} bits need scales, zero points and a group for each of {I} inputs, {O} outputs")
+    return scales[0]
 
 
 def _group_sizes(quantization: Mapping[str, Any]) -> list[int]:
@@ -456,22 +454,17 @@ def _awq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
         raise ValueError(f"AWQ must have 4 bits and the version gemm, got bits {bits!r}, {version!r}")
 
     def layout(parts: Parts) -> Layout:
-        words, scales, zeros = (parts[name].shape for name in ("qweight", "scales", "qzeros"))
-        I, O = words[0], words[1] * 8
-        if not scales[0] or I % scales[0] or scales != (scales[0], O) or zeros != (scales[0], O // 8):
-            raise ValueError(f"scales and zero points must be for groups that divide {I} inputs, and {O} outputs")
-        return _sized(Layout((O, I), "int8", I // scales[0]), _group_sizes(quantization))
+        I, O = parts["qweight"].shape[0], parts["qweight"].shape[1] * 8
+        layout = Layout((O, I), "int8", I // _count_groups(parts, (O, I), bits))
+        return _sized(layout, _group_sizes(quantization))
 
     def numbers(words: np.ndarray) -> np.ndarray:
-        # [N, O / 8] words -> [N, O / 8, 8] -> [N, O]
+        # [N, O / 8] words -> [N, O / 8, 8] -> [O, N]
         nibbles = _words(words, 4, words.shape[1] * 8).reshape(*words.shape, 8)
-        return nibbles[..., _AWQ_ORDER].reshape(len(words), -1).astype(np.int16)
+        return nibbles[..., _AWQ_ORDER].reshape(len(words), -1).T
 
     def unpack(arrays: _Arrays) -> Factors:
-        codes, scales = numbers(arrays["qweight"]), arrays["scales"]
-        repeats = len(codes) // len(scales)
-        values = codes - np.repeat(numbers(arrays["qzeros"]), repeats, axis=0)
-        return Factors(values.T, np.repeat(scales.astype(np.float32), repeats, axis=0).T, scales.dtype)
+        return _without_zeros(numbers(arrays["qweight"]), numbers(arrays["qzeros"]), arrays["scales"].T)
 
     return (Scheme("AWQ", "qweight", ("qweight", "qzeros", "scales"), (), layout, unpack),)
 

@@ -6,11 +6,13 @@ batches of real text.
 
 `--shake 1` changes all initial values by 1e-4 of each: what two such runs differ by is noise.
 
-Prints the validation loss of each, its difference from full precision, bytes of the parameters, the share of the matmul
-FLOPs of a training step whose operands are quantized, the time of a step against full precision, and the mean training
-loss of every tenth of the steps; `--draw` draws these. Runs that `--json` already holds are not repeated, so one call
-for each model and format, and a last one for both, give the same table and picture. `--steps 360 --dim 448 --layers 4
---vocab 4096 --batch 4 --length 256` is the main job. What quantization after training does: `tests/benchmarks/ptq.py`.
+Prints the validation loss of each, its difference from full precision, what rounding changes in the loss of the model
+that was trained in full precision (at equal weights nothing is chaotic), bytes of the parameters, the share of the
+matmul FLOPs of a training step whose operands are quantized, the time of a step against full precision, and the mean
+training loss of every tenth of the steps; `--draw` draws these. Runs that `--json` already holds are not repeated, so
+one call for each model and format, and a last one for both, give the same table and picture. `--steps 360 --dim 448
+--layers 4 --vocab 4096 --batch 4 --length 256` is the main job. What quantization after training does:
+`tests/benchmarks/ptq.py`.
 """
 
 import argparse
@@ -112,7 +114,12 @@ def run(build, preset, args, train, held_out):
         state, metrics = step(state, batch)
         losses.append(metrics["nll"])
     seconds = (jax.block_until_ready(losses), time.process_time() - begin)[1] / len(train[1:])
-    judged = training.evaluate(jax.jit(training.make_eval_step(loss, dtype=dtype)), state, held_out)
+    judge = jax.jit(training.make_eval_step(loss, dtype=dtype))
+    judged = training.evaluate(judge, state, held_out)
+    for other in [f for f in args.formats if f != "full"] if preset == "full" else []:
+        rounding = quantization.for_training(nn.combine(state.trainable, state.rest), other)
+        low = training.evaluate(judge, training.make_state(rounding, training.adamw(1e-3)), held_out)
+        print(f"  rounded to {other}, these weights lose {low['nll'] / judged['nll'] - 1:+.3%}", flush=True)
     curve = [float(np.mean(part)) for part in np.array_split(np.array(losses, np.float64), min(10, len(losses)))]
     return {"loss": judged["nll"], "bytes": size, "covered": covered, "seconds": seconds, "curve": curve}
 

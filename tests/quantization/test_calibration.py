@@ -69,8 +69,8 @@ def test_error_is_at_most_that_of_qwix():
         awq = qwix.dequantize(scaled) / scales
     values, scale = _rounded(w[None], h[None], "int4", 32, 0.01)
     ours = loss(values[0] * jnp.repeat(scale[0], 32, axis=1))
-    assert ours < 1.02 * loss(theirs)
-    assert ours < 0.5 * nearest
+    assert ours < 0.9 * loss(theirs)
+    assert ours < 0.1 * nearest
     site = nn.Einsum("...D,FD->...F", (16, 64), ("mlp", "embed"), rngs=nnx.Rngs(0))
     site.w = site.w.replace(w)
     read = {"site": _scales.Inputs(h[None], jnp.abs(x).max(axis=0)[None])}
@@ -100,10 +100,9 @@ def test_each_method_helps(family, request):
         "nearest": lambda: quantization.for_inference(model, "int4"),
         "gptq": lambda: quantization.gptq(model, [TOKENS]),
         "awq": lambda: quantization.for_inference(quantization.awq(model, [TOKENS]), "int4"),
-        "alone": lambda: quantization.gptq(model, [TOKENS], propagation=0),
     }
     errors = {name: e.logit_error for name, e in quantization.compare_methods(model, made, TOKENS).errors.items()}
-    assert errors["gptq"] < errors["alone"] < 0.8 * errors["nearest"]
+    assert errors["gptq"] < 0.8 * errors["nearest"]
     assert errors["awq"] < 0.97 * errors["nearest"]
 
 
@@ -177,7 +176,7 @@ def test_memory_is_that_of_one_layer(monkeypatch):
         return new
 
     monkeypatch.setattr(_gptq, "_quantized", watched)
-    quantization.gptq(model, [TOKENS], propagation=0)
+    quantization.gptq(model, [TOKENS])
     assert len(sizes) == 4 and len(set(sizes)) == 1
     assert live[-1] - live[0] < 0.2 * sizes[0]
 

@@ -290,7 +290,7 @@ def test_a_named_format_leaves_what_its_groups_do_not_divide():
     with pytest.warns(UserWarning, match=r"not a multiple of the group of nf4 in groups of 64: \['layers.attn.o'\]"):
         low = jax.eval_shape(lambda m: quant.for_inference(m, "nf4"), full)
     formats = {row.path.rpartition(".")[2]: row.format for row in quant.report(low).rows if row.kind == "dense"}
-    assert formats == dict.fromkeys(("q", "k", "v", "gate", "up", "down"), "nf4") | {"o": None}
+    assert formats == dict.fromkeys(("q", "k", "v", "gate", "up", "down"), "nf4 in groups of 64") | {"o": None}
     with pytest.raises(ValueError, match="got nf4 in groups of 64, which fits none of"):
         jax.eval_shape(lambda m: quant.for_inference(m, "nf4"), jax.eval_shape(lambda: model("moe")))
 

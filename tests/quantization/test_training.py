@@ -197,7 +197,7 @@ def test_rules_that_do_not_fit(rules, message):
     [
         ({"weights": "int9"}, "weights must be one of"),
         ({"weights": "int8", "activations": "int4"}, "activations must be None or one of"),
-        ({"weights": "int8", "gradients": "int8"}, "pass activations too"),
+        ({"weights": "int8", "gradients": "int8"}, "and rounded activations"),
         ({"weights": "int4", "activations": "int8", "block": 32}, "gradients and blocks need weights"),
         ({"weights": "int4", "group": 1}, "group must be at least 2"),
     ],

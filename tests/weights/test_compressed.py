@@ -30,7 +30,7 @@ def model():
     return jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))()
 
 
-FORMATS = ["int4", "int8", "fp8", "int8_w8a8"]
+FORMATS = ["int4", "int8_w8a8", *(pytest.param(name, marks=pytest.mark.full) for name in ("int8", "fp8"))]
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -38,6 +38,9 @@ def written(request, model, tmp_path_factory):
     """A quantized model, and its directory."""
     path = tmp_path_factory.mktemp("compressed") / request.param
     small = quantization.for_inference(model, request.param)
+    if request.param == "int4":  # GPTQ gives some groups a negative scale
+        values = {p: v.get_value() for p, v in nn.variables(small).items()}
+        small = nn.combine({p: -v if p.endswith("w.scale") else v for p, v in values.items()}, small)
     maxlib.save_pretrained(small, path, quantized="compressed-tensors")
     return small, path
 
@@ -63,7 +66,9 @@ def test_transformers_computes_the_same(written):
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     got = parity.logits(small, tokens)
-    if path.name.endswith("w8a8"):  # the scales of activations differ a little, so each rounds on its own
+    if path.name.endswith(
+        "w8a8"
+    ):  # the largest number of a token is half-way between 127 and 128: its last bit decides
         rounding = (got - parity.logits(quantization.full_precision(small), tokens)).std()
         assert (got - want).std() < 1.5 * rounding
     else:
