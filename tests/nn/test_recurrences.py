@@ -107,7 +107,7 @@ def test_what_a_state_cannot_do_is_refused(kind):
     assert not nn.cache.can_rewind(caches[0])
     assert jax.tree.map(jnp.shape, caches[0]) == jax.tree.map(jnp.shape, caches[1])  # it does not grow
     if kind in ("delta", "kimi"):
-        assert caches[0].state.dtype == jnp.float32 and caches[0].q.dtype == jnp.bfloat16
+        assert caches[0].state.dtype == jnp.float32 and caches[0].tails[0].dtype == jnp.bfloat16
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -207,7 +207,7 @@ def test_clear_errors():
     counts = jnp.array([1, 2, 1])
     with pytest.raises(ValueError, match="one of .*reference.*got 'fast'"):
         unchecked(rows, weights, counts, implementation="fast")
-    with pytest.raises(ValueError, match="same I"):
+    with pytest.raises(ValueError, match="weights must have the axes E O I with I=4"):
         unchecked(rows[:, :4], weights, counts)
-    with pytest.raises(ValueError, match="one integer per expert"):
+    with pytest.raises(ValueError, match="rows_per_expert must have the axes E with E=3"):
         unchecked(rows, weights, counts[:2])

@@ -110,7 +110,7 @@ def _attend_fwd(spec: Spec, *args):
 
 
 def _attend_bwd(spec: Spec, args, cotangents):
-    return *chunked_gradients(AttentionInputs(*args, spec.scale, spec.softcap), cotangents), None, None
+    return *chunked_gradients(AttentionInputs(*args, scale=spec.scale, softcap=spec.softcap), cotangents), None, None
 
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
