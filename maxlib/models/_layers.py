@@ -307,7 +307,14 @@ def mamba2(
     )
 
 
-def delta_net(cfg: DeltaSizes, *, max_step: float = 1.0, norm_eps: float, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
+def delta_net(
+    cfg: DeltaSizes,
+    *,
+    max_step: float = 1.0,
+    out_gate_act: Callable[[Array], Array] = jax.nn.silu,
+    norm_eps: float,
+    rngs: nnx.Rngs,
+) -> nn.GatedDeltaNet:
     """Makes gated DeltaNet with the sizes of `cfg`; the other arguments are those of `nn.GatedDeltaNet`."""
     return nn.GatedDeltaNet(
         cfg.dim,
@@ -317,6 +324,7 @@ def delta_net(cfg: DeltaSizes, *, max_step: float = 1.0, norm_eps: float, rngs: 
         value_dim=cfg.value_dim,
         conv_width=cfg.conv_width,
         max_step=max_step,
+        out_gate_act=out_gate_act,
         norm_eps=norm_eps,
         rngs=rngs,
     )

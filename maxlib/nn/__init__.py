@@ -29,6 +29,7 @@ from maxlib.nn._capture import named_values as named_values
 from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
 from maxlib.nn._dropout import with_dropout as with_dropout
+from maxlib.nn._gated_residual import GatedResidual as GatedResidual
 from maxlib.nn._hash_router import HashRouter as HashRouter
 from maxlib.nn._heads import EmbeddingHead as EmbeddingHead
 from maxlib.nn._heads import ScoreHead as ScoreHead
@@ -45,10 +46,13 @@ from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._linear import draw_key as draw_key
 from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
+from maxlib.nn._ngrams import NgramEmbedding as NgramEmbedding
+from maxlib.nn._ngrams import NgramHash as NgramHash
 from maxlib.nn._position_bias import ALiBi as ALiBi
 from maxlib.nn._position_bias import RelativeBias as RelativeBias
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
+from maxlib.nn.attention._block_sparse import BlockSparseAttention as BlockSparseAttention
 from maxlib.nn.attention._compressed import CompressedAttention as CompressedAttention
 from maxlib.nn.attention._cross import CrossAttention as CrossAttention
 from maxlib.nn.attention._grouped_query import Attention as Attention

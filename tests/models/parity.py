@@ -341,8 +341,8 @@ def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtyp
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
-    """Parameters and what else is stored; a tied head is listed once."""
-    kept = model.state_dict().keys()
+    """Parameters and what else is stored; a tied head is listed once, and what follows from the config is not."""
+    kept = {name for name in model.state_dict() if "ple_embedding" not in name}
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
 
 

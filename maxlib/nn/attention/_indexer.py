@@ -202,3 +202,13 @@ def fix(module: nnx.Module) -> None:
 def taken(a: Float[Array, "B S R"], places: Int[Array, "B T K"], dtype: Any) -> Float[Array, "B T K R"]:
     """Returns each query's entries of `a`, cast to `dtype`; pass `a` in float32 to add up its gradient in it."""
     return jax.vmap(lambda row, places: row[places])(a, places).astype(dtype)
+
+
+def chosen_mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
+    """Returns True for the keys that are chosen, of S in all; each device for its own queries."""
+
+    def local(*bounds_and_best: Array) -> Array:
+        return Chosen(*bounds_and_best).among_all(keys)
+
+    run = shard_map_by_name(local, [QUERIES, QUERIES, (*QUERIES, None)], (*QUERIES, None))
+    return run(chosen.start, chosen.end, chosen.best)

@@ -1,0 +1,225 @@
+"""Grouped-query attention to chosen blocks of keys (Qwen3.8-Flash-Next 2026).
+
+Shapes: B rows, T new tokens, S keys, J places of blocks, D width, N heads, K key heads, I index heads of width Hi.
+"""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlib.nn._linear import Einsum
+from maxlib.nn._pytree import pytree
+from maxlib.nn.attention._grouped_query import Attention, attend, check_no_ring
+from maxlib.nn.attention._index_loss import HIDDEN
+from maxlib.nn.attention._indexer import Index, chosen_mask, fix
+from maxlib.nn.attention._pooled_indexer import PoolIndexer
+from maxlib.nn.cache import LayerCache, put_rows
+from maxlib.nn.decoder._context import AnyRope, Context, context_of
+from maxlib.nn.norm import RMSNorm
+from maxlib.nn.remat import mark_heads
+from maxlib.ops import MRope, apply_rope
+
+
+@pytree
+class IndexedCache(LayerCache):
+    """Cache of keys and values, of index keys, and of the positions by which keys of blocks are rotated.
+
+    Attributes:
+        k: Keys, `B S K H`.
+        v: Values, `B S K H`.
+        index: Index keys, `B S Hi`.
+        positions: `B S R`, with R rows of positions.
+    """
+
+    can_rewind: ClassVar[bool] = True
+    kind: ClassVar[str | None] = "full"
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    index: Float[Array, "B S Hi"]
+    positions: Int[Array, "B S R"]
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a row can hold."""
+        return self.k.shape[-3]
+
+    def extend(self, new: "IndexedCache", ctx: Context) -> "IndexedCache":
+        """Stores the new tokens."""
+        return jax.tree.map(lambda old, rows: put_rows(old, rows, ctx), self, new)
+
+
+class BlockIndexer(PoolIndexer):
+    """Indexer of blocks whose key is a mean: `rotated(norm(mean(k(x))))`, by the position of the first token.
+
+    A block's score is `sum over heads of relu(q . k) / sqrt(Hi)`. Weights are stored and not trained.
+
+    Args:
+        dim: Width D of the residual stream.
+        num_heads: Number I of index heads; all share one key.
+        head_dim: Width Hi of index queries and keys.
+        top_k: Blocks that a query attends to.
+        block: Tokens of a block.
+        rope: Rotation of the first `rope.dim` numbers of index queries and keys.
+        norm_eps: Epsilon of the norms.
+        rngs: Source of initial values.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        top_k: int,
+        block: int,
+        rope: AnyRope,
+        norm_eps: float,
+        rngs: nnx.Rngs,
+    ):
+        D, I, H = dim, num_heads, head_dim
+        self.q = Einsum("...D,NHD->...NH", (I, H, D), ("heads", "head_dim", "embed"), gather_once=True, rngs=rngs)
+        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
+        self.q_norm = RMSNorm(H, eps=norm_eps, plus_one=True)
+        self.k_norm = RMSNorm(H, eps=norm_eps, plus_one=True)
+        self.dim, self.num_heads, self.top_k, self.pool, self.rope = H, I, top_k, block, rope
+        fix(self)
+
+    def of_blocks(
+        self, x: Float[Array, "B T D"], keys: Float[Array, "B S Hi"], positions: Int[Array, "B S R"], ctx: Context,
+        *, cached: bool,
+    ) -> Index:  # fmt: skip
+        """Returns what the scores of blocks are computed of.
+
+        Args:
+            x: Input of the layer.
+            keys: `k(x)` of all tokens.
+            positions: Those of all tokens.
+            ctx: Values shared by all layers.
+            cached: True if `keys` are those of a cache.
+        """
+        tokens = None if cached else ctx
+        # [B, S, Hi] -> [B, J, block, Hi] -> [B, J, Hi]
+        mean = self._pools(keys, tokens).astype(jnp.promote_types(x.dtype, jnp.float32)).mean(axis=2).astype(x.dtype)
+        first = self._pools(positions, tokens)[:, :, 0]
+        tables = self.rope.tables(first if isinstance(self.rope, MRope) else first[..., 0])
+        blocks = self._turned(self.k_norm(mean)[:, :, None], *tables)[:, :, 0]
+        q = self._rotate(self.q_norm(self.q(x)), ctx)
+        weight = jnp.full(q.shape[:3], self.dim**-0.5, jnp.promote_types(x.dtype, jnp.float32))
+        return Index(q, weight, blocks)
+
+    def _rotate(self, x: Array, ctx: Context) -> Array:
+        return self._turned(x, *ctx.rotary(self.rope))
+
+    def _turned(self, x: Float[Array, "B T N Hi"], cos: Array, sin: Array) -> Float[Array, "B T N Hi"]:
+        turned, rest = jnp.split(x, [self.rope.dim], axis=-1)
+        return jnp.concatenate([apply_rope(turned, cos, sin, interleaved=self.rope.interleaved), rest], axis=-1)
+
+
+class BlockSparseAttention(Attention):
+    """Grouped-query attention to the blocks of keys that a `BlockIndexer` chooses, and to the tokens since the last one.
+
+    All keys are computed under a mask, and the choice is exact. Up to `top_k` keys a query attends to all of them.
+    Tokens must be in order, and keys cannot travel around a ring: `CP_GATHER` and `CP_ULYSSES` split sequences.
+
+    Args:
+        dim: Width D of the residual stream.
+        index_heads: Number of index heads.
+        index_dim: Width of index queries and keys.
+        top_k: Keys of the blocks that a query attends to.
+        block: Tokens of a block, which divides `top_k`.
+        norm_eps: Epsilon of the indexer's norms.
+        rngs: Source of initial values.
+        **options: Those of `Attention`; `rope` is a rotation.
+    """
+
+    reorderable: ClassVar[bool] = False
+    quantizable_cache: ClassVar[bool] = False
+    takes_position_bias: ClassVar[bool] = False
+    takes_pairs: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        index_heads: int,
+        index_dim: int,
+        top_k: int,
+        block: int,
+        norm_eps: float = 1e-6,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(dim, **options, rngs=rngs)
+        if top_k % block:
+            raise ValueError(f"block must divide top_k, got {block} and {top_k}")
+        self.indexer = BlockIndexer(
+            dim,
+            num_heads=index_heads,
+            head_dim=index_dim,
+            top_k=top_k // block,
+            block=block,
+            rope=options["rope"],
+            norm_eps=norm_eps,
+            rngs=rngs,
+        )
+        self.top_k = top_k
+
+    def __call__(
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: IndexedCache | None = None
+    ) -> tuple[Float[Array, "B T D"], IndexedCache | None]:
+        """Mixes the tokens of each document; see `Attention.__call__`."""
+        ctx = context_of(x, ctx)
+        q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
+        # No gradient passes through a choice.
+        still = jax.lax.stop_gradient(x)
+        tokens = IndexedCache(k, v, self.indexer.k(still), self._positions(ctx))
+        if cache is not None:
+            tokens = cache = cache.extend(tokens, ctx)
+        bias, bounds = None, ctx.key_intervals(self.mask)
+        if tokens.capacity > self.top_k:
+            check_no_ring(tokens.capacity)
+            index = self.indexer.of_blocks(still, tokens.index, tokens.positions, ctx, cached=cache is not None)
+            # [B, T, S] -> [B, 1, T, S]: the same for all heads.
+            bias = jnp.where(chosen_mask(self.indexer.choose(index, bounds), tokens.capacity), 0.0, HIDDEN)[:, None]
+        out = attend(
+            q,
+            tokens.k.astype(q.dtype),
+            tokens.v.astype(q.dtype),
+            *bounds,
+            bias=bias,
+            scale=self.scale,
+            softcap=self.softcap,
+            mask_hint=ctx.mask_hint(self.mask, cache),
+            implementation=self.implementation,
+        )
+        if self.gate is not None and self.out_gate_act is not None:
+            out = out * self.out_gate_act(self.gate(x))
+        return self.o(checkpoint_name(out, "heads")), cache
+
+    def _positions(self, ctx: Context) -> Int[Array, "B T R"]:
+        """Returns as many rows of positions as the rotation can read; text has equal ones."""
+        positions = ctx.positions if ctx.positions.ndim == 3 else ctx.positions[..., None]
+        rows = 3 if isinstance(self.rope, MRope) else 1
+        return jnp.broadcast_to(positions, (*positions.shape[:2], rows))
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedCache:
+        """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
+        heads = jnp.zeros((batch, capacity, self.num_kv_heads, self.head_dim), dtype)
+        rows = 3 if isinstance(self.rope, MRope) else 1
+        index, positions = (jnp.zeros((batch, capacity, n), t) for n, t in ((self.indexer.dim, dtype), (rows, "int32")))
+        return IndexedCache(heads, heads, index, positions)
+
+    @property
+    def kind(self) -> str:
+        """Names the kind in tables."""
+        return f"block-sparse {super().kind}"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Labels of its options for tables."""
+        return *super().features, f"{self.top_k} chosen keys"
