@@ -82,10 +82,7 @@ class Block(nn.Layer):
         self.ngrams = None if table is None else _ngrams(cfg, table, rngs=rngs)
         self.attn_streams = _streams(cfg, rngs=rngs)
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == INDEXED else None
-        self.delta: Any = None
-        if kind == LINEAR:
-            gate = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[cfg.linear_gate]
-            self.delta = delta_net(cfg, out_gate_act=gate, norm_eps=cfg.norm_eps, rngs=rngs)
+        self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
         self.mlp_streams = _streams(cfg, rngs=rngs)
         self.moe = _experts(cfg, rngs=rngs)
 
@@ -112,6 +109,11 @@ def _streams(cfg: Config, *, writes: bool = True, rngs: nnx.Rngs) -> nn.GatedRes
     return nn.GatedResidual(
         cfg.dim, streams=cfg.streams, rank=cfg.stream_rank, norm_eps=cfg.norm_eps, writes=writes, rngs=rngs
     )
+
+
+def _delta_net(cfg: Config, *, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
+    gate = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[cfg.linear_gate]
+    return delta_net(cfg, out_gate_act=gate, norm_eps=cfg.norm_eps, rngs=rngs)
 
 
 def _ngrams(cfg: Config, table: int, *, rngs: nnx.Rngs) -> nn.NgramEmbedding:

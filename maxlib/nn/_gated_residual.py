@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, n streams, D width.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float

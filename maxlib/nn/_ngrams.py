@@ -67,7 +67,7 @@ class NgramHash:
     seed: int
 
     def __post_init__(self):
-        if self.vocab > 1 << 24 or not 1 < self.base or self.rows.max() >= 1 << 25:
+        if self.vocab > 1 << 24 or self.base < 2 or self.rows.max() >= 1 << 25:
             raise ValueError(
                 f"n-grams need at most 2^24 ids and heads of 2 to 2^25 rows, got {self.vocab} and {self.base}"
             )

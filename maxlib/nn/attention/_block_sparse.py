@@ -121,7 +121,7 @@ class BlockIndexer(PoolIndexer):
 
 
 class BlockSparseAttention(Attention):
-    """Grouped-query attention to the blocks of keys that a `BlockIndexer` chooses, and to the tokens since the last one.
+    """Grouped-query attention to the blocks of keys that a `BlockIndexer` chooses, and to the tokens since the last.
 
     All keys are computed under a mask, and the choice is exact. Up to `top_k` keys a query attends to all of them.
     Tokens must be in order, and keys cannot travel around a ring: `CP_GATHER` and `CP_ULYSSES` split sequences.
