@@ -128,13 +128,18 @@ class PreNorm(nn.Layer):
 
 
 class CrossPreNorm(PreNorm):
-    """`PreNorm` with a branch of `cross`, attention to an encoder's output, after `attn`; it reads `cross_norm(x)`."""
+    """`PreNorm` with a branch of `cross`, attention to an encoder's output, after `attn`; it reads `cross_norm(x)`.
 
-    cross: nn.CrossAttention
-    cross_norm: Any
+    A layer without `cross` is a `PreNorm`.
+    """
+
+    cross: Any = None
+    cross_norm: Any = None
     cross_post_norm: nn.RMSNorm | None = None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        if self.cross is None:
+            return super().__call__(x, ctx, cache)
         of_attn, of_cross = (None, None) if cache is None else cache
         h, of_attn = self.attn(self.attn_norm(x), ctx, of_attn)
         x = nn.residual(x, h, "attn", norm=self.attn_post_norm)

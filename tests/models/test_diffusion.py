@@ -1,4 +1,4 @@
-"""LLaDA and SDAR against transformers' Llama and Qwen3, which they are but for their masks."""
+"""LLaDA, SDAR and Dream against transformers' Llama, Qwen3 and Qwen2, which they are but for their masks."""
 
 import json
 
@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import maxlib
 from maxlib import inference, nn
-from maxlib.models import llada, sdar
+from maxlib.models import dream, llada, sdar
 from maxlib.weights import read_model
 from tests.models import parity
 
@@ -61,6 +61,9 @@ SDAR = SIZES | {
     "sliding_window": None,
     "max_window_layers": 28,
 }
+DREAM = {name: value for name, value in SDAR.items() if name not in ("head_dim", "block_size")} | {
+    "model_type": "Dream"
+}
 NAMES = {  # from Llama's to LLaDA's
     "embed_tokens": "wte",
     "input_layernorm": "attn_norm",
@@ -83,7 +86,7 @@ def named_by_llada(name):
     return name
 
 
-@pytest.fixture(scope="module", params=["llada", "sdar"])
+@pytest.fixture(scope="module", params=["llada", "sdar", "dream"])
 def opened(request, tmp_path_factory):
     """A directory, our model of it, tokens, and the logits that transformers computes."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -95,6 +98,10 @@ def opened(request, tmp_path_factory):
             named_by_llada,
         )
         make, fields, seen = transformers.LlamaForCausalLM, LLADA, np.ones((18, 18), bool)
+    elif request.param == "dream":
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        config, rename = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, rope_parameters=rope), str
+        make, fields, seen = transformers.Qwen2ForCausalLM, DREAM, np.ones((18, 18), bool)
     else:
         rope = {"rope_type": "default", "rope_theta": 1e6}
         config, rename = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, rope_parameters=rope), str
@@ -127,9 +134,9 @@ def test_export_is_what_was_read(opened, tmp_path):
 
 
 def test_a_cache_of_blocks_changes_nothing(opened):
-    """In calls of whole blocks; a LLaDA has none."""
+    """In calls of whole blocks; a LLaDA and a Dream have none."""
     _, model, tokens, logits = opened
-    if isinstance(model, llada.LLaDA):
+    if isinstance(model, llada.LLaDA | dream.Dream):
         with pytest.raises(ValueError, match="is an encoder, which has no cache"):
             inference.Generator(model).generate([[1]], max_new_tokens=1)
         return
@@ -152,6 +159,7 @@ def test_a_cache_of_blocks_changes_nothing(opened):
         (LLADA, {"surprise": 1}),
         (SDAR, {"use_sliding_window": True}),
         (SDAR, {"hidden_act": "gelu"}),
+        (DREAM, {"use_sliding_window": True}),
     ],
     ids=str,
 )
@@ -163,7 +171,13 @@ def test_what_is_not_computed_is_refused(fields, changes, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "preset", "size"),
-    [(llada, "llada-8b", 8.016), (sdar, "sdar-1.7b", 2.032), (sdar, "sdar-4b", 4.411), (sdar, "sdar-8b", 8.191)],
+    [
+        (llada, "llada-8b", 8.016),
+        (sdar, "sdar-1.7b", 2.032),
+        (sdar, "sdar-4b", 4.411),
+        (sdar, "sdar-8b", 8.191),
+        (dream, "dream-7b", 7.616),
+    ],
 )
 def test_presets_have_the_published_sizes(family, preset, size):
     model = jax.eval_shape(lambda: family.FAMILY.model(family.PRESETS[preset], rngs=nnx.Rngs(0)))
