@@ -62,12 +62,12 @@ def _streams(hf_name: str, path: str) -> list[Weight]:
     return [Weight(f"{hf_name}.{name}.weight", f"{path}.{part}") for name, part in parts.items()]
 
 
-def _indexer(hf_name: str, path: str, queries: int) -> list[Weight]:
-    """Lists the weights of an indexer, whose projection has `queries` rows of queries, then those of the key."""
+def _indexer(hf_name: str, path: str, heads: int) -> list[Weight]:
+    """Lists the weights of an indexer, whose projection has the queries of all heads, then the key."""
     product = f"{hf_name}.index_qk_proj.weight"
     return [
         Weight(product, f"{path}.q.w", "(N H) D -> N H D"),
-        Weight(product, f"{path}.k.w", "R D -> R D", {"R": queries}),
+        Weight(product, f"{path}.k.w", "(N H) D -> H D", {"N": heads}),
         Weight(f"{hf_name}.q_layernorm.weight", f"{path}.q_norm.scale"),
         Weight(f"{hf_name}.k_layernorm.weight", f"{path}.k_norm.scale"),
     ]
@@ -101,7 +101,7 @@ def table(cfg: Any) -> Table:
         *_streams("attn_hyper_connection", "attn_streams"),
         *_streams("mlp_hyper_connection", "mlp_streams"),
         *names.gated_attention(cfg.head_dim),
-        *_indexer("self_attn.indexer", "attn.indexer", cfg.index_heads * cfg.index_dim),
+        *_indexer("self_attn.indexer", "attn.indexer", cfg.index_heads),
         *delta_net_names(cfg),
         *_NGRAMS,
         *names.EXPERTS,
