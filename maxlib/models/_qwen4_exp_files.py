@@ -5,7 +5,7 @@ from typing import Any
 from maxlib import nn
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._sizes import delta_net_names, every
-from maxlib.weights import Computed, Constant, HFConfig, Ignore, Renamed, Table, Weight, names
+from maxlib.weights import Computed, Constant, Field, HFConfig, Ignore, Renamed, Table, Weight, names
 
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
 
@@ -37,6 +37,25 @@ def _read_end(hf: HFConfig, c: Any) -> int | None:
 
 
 END = Computed("end_token", _read_end, lambda end, cfg: {} if end is None else {"eos_token_id": end})
+
+
+STREAMS_AND_NGRAMS = (
+    Field("streams", "hc_count"),
+    Field("stream_rank", "hc_lowrank"),
+    Field("index_heads", "indexer_n_heads"),
+    Field("index_dim", "indexer_head_dim"),
+    Field("index_top", "indexer_budget"),
+    Field("block", "indexer_compress_ratio"),
+    Field("ngram_layers", "ple_layer_ids"),
+    Field("ngram_dim", "ple_embed_dim"),
+    Field("ngram_conv", "ple_conv_kernel_size"),
+    Field("ngram_size"),
+    Field("ngram_heads", "heads_per_ngram"),
+    Field("ngram_base", "ngram_vocab_size_base"),
+    Field("ngram_multiple", "make_ngram_vocab_size_divisible_by"),
+    Field("ngram_seed", "seed"),
+    Field("ngram_parts", "split_ngram_parts"),
+)
 
 
 def ngram_hash(cfg: Any, table: int) -> nn.NgramHash:

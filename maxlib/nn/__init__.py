@@ -46,8 +46,8 @@ from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._linear import draw_key as draw_key
 from maxlib.nn._mlp import MLP as MLP
 from maxlib.nn._mlp import GatedMLP as GatedMLP
+from maxlib.nn._ngram_hash import NgramHash as NgramHash
 from maxlib.nn._ngrams import NgramEmbedding as NgramEmbedding
-from maxlib.nn._ngrams import NgramHash as NgramHash
 from maxlib.nn._position_bias import ALiBi as ALiBi
 from maxlib.nn._position_bias import RelativeBias as RelativeBias
 from maxlib.nn._pytree import pytree as pytree
