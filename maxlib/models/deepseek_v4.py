@@ -121,7 +121,7 @@ def _experts(cfg: Config, *, hashed: bool, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(D, cfg.expert_dim, router=router, activation=act, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class Module(nnx.Module):
+class Module(nn.mtp.MTP):
     """Predicts one token further: `norm(sum of streams of block(hidden_project(norm(streams)) + embed_project(...)))`.
 
     What it reads and returns are vectors for the head, `B T D`, followed by the streams, as the model's output.
@@ -133,7 +133,7 @@ class Module(nnx.Module):
         self.hidden_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.embed_project = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), rngs=rngs)
         self.hidden_project = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), rngs=rngs)
-        self.block = Block(cfg, SLIDING, hashed=False, rngs=rngs)
+        self.block: Any = Block(cfg, SLIDING, hashed=False, rngs=rngs)
         self.streams = _head_streams(cfg, rngs=rngs)
         self.norm = nn.RMSNorm(D, eps=cfg.norm_eps)
 
@@ -146,10 +146,6 @@ class Module(nnx.Module):
         x = self.hidden_project(self.hidden_norm(hidden[..., D:].reshape(B, T, -1, D)))
         x, cache, aux = self.block(x + self.embed_project(self.embed_norm(embedded))[:, :, None], ctx, cache)
         return _with_streams(self.norm(self.streams(x)), x), cache, aux
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Makes an empty cache of the block."""
-        return self.block.init_cache(batch, capacity, dtype)
 
 
 def _head_streams(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperHead:

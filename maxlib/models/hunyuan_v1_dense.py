@@ -85,7 +85,20 @@ FIELDS = Fields(
     ],
     model_types={"hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "norm_type": "rms", "num_experts": 1},
+    fixed_if_present={
+        "attention_head_dim": lambda c: c.head_dim,
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+        "use_cla": False,
+        "mlp_bias": False,
+        "norm_type": "rms",
+        "num_experts": 1,
+    },
+    ignored=(  # of tokens, of a head for classes, and of options that are off
+        *("eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id", "mask_init_id"),
+        *("org_vocab_size", "add_classification_head", "class_num", "pool_type", "cla_share_factor", "dense_list"),
+        "enable_lm_head_fp32",
+    ),
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
     null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )

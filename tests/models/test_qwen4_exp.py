@@ -16,7 +16,7 @@ from tests.models.image_conformance import ImageConformance
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "partial_rotary_factor": 0.5}
 TEXT = {name: value for name, value in BASE.items() if name != "intermediate_size"} | {
     "head_dim": 16,
-    "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]},
+    "rope_parameters": ROPE | {"mrope_section": [11, 11, 10]},
     "layer_types": [LINEAR, LINEAR, INDEXED],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -76,7 +76,7 @@ class TestQwen4Exp(Conformance):
         "indexer_budget": 4,
         "output_gate_type": "silu",
         "eos_token_id": 8,
-        "rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "rope_theta": 10.0},
+        "rope_parameters": ROPE | {"rope_theta": 10.0},
     }
     stated = {
         "indexer_n_heads": 4,
@@ -127,7 +127,7 @@ class TestQwen4ExpImages(ImageConformance):
     config = "Qwen4ExpConfig"
     dtype = "float64"
     gradients = 1e-3
-    text_base = TEXT
+    text_base = TEXT | {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}
     cases = {"images": {}}
     matters = {"text_config.rope_parameters": ROPE | {"mrope_section": [3, 1, 0]}}
     refused = {"vision_config.hidden_act": "gelu", "vision_config.out_hidden_size": 24}
