@@ -4,6 +4,8 @@ gate of each channel, and adds to by a weight of each stream.
 Shapes: B rows, T tokens, n streams, D width.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -49,12 +51,12 @@ class GatedResidual(nnx.Module):
         """Returns the gated mean of the normed streams."""
         return self._read(x)[0]
 
-    def read(self, x: Float[Array, "B T n D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T n"]]:
+    def read(self, x: Float[Array, "B T n D"]) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the input of the branch, and the weights of its output in the streams."""
         # Cheap to compute again; kept for the backward pass, it would take several times the memory of the streams.
         return jax.checkpoint(type(self)._read, prevent_cse=False)(self, x)
 
-    def _read(self, x: Float[Array, "B T n D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T n"]]:
+    def _read(self, x: Float[Array, "B T n D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T n"] | None]:
         normed = self.norm(x.reshape(*x.shape[:2], -1))
         gate = jax.nn.sigmoid(self.up(jax.nn.silu(self.down(normed) / self.streams)))
         # [B, T, n * D] -> [B, T, n, D] -> [B, T, D]

@@ -140,10 +140,10 @@ class BlockSparseAttention(Attention):
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
-        heads = jnp.zeros((batch, capacity, self.num_kv_heads, self.head_dim), dtype)
-        rows = 3 if isinstance(self.rope, MRope) else 1
-        index, positions = (jnp.zeros((batch, capacity, n), t) for n, t in ((self.indexer.dim, dtype), (rows, "int32")))
-        return IndexedCache(heads, heads, index, positions)
+        heads = (batch, capacity, self.num_kv_heads, self.head_dim)
+        index = jnp.zeros((batch, capacity, self.indexer.dim), dtype)
+        positions = jnp.zeros((batch, capacity, 3 if isinstance(self.rope, MRope) else 1), jnp.int32)
+        return IndexedCache(jnp.zeros(heads, dtype), jnp.zeros(heads, dtype), index, positions)
 
     @property
     def kind(self) -> str:

@@ -1,8 +1,8 @@
 """Log-probabilities and losses of target tokens from hidden states and a head, on the current mesh.
 
 `head_split` decides how the work is divided; `cross_entropy` and `token_log_probs` follow it. Neither ever stores the
-logits of all tokens. Shapes: B rows, T tokens, D width, C numbers
-of a hidden state, of which a head reads the first D, V vocabulary.
+logits of all tokens. Shapes: B rows, T tokens, D width, C numbers of a hidden state, of which a head reads the first D,
+V vocabulary.
 """
 
 import math
