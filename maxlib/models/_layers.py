@@ -282,6 +282,15 @@ def deepseek_experts(cfg: ExpertSizes, *, router: nn.Router | None = None, rngs:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
+def qwen_experts(cfg: Any, *, renormalize: bool = True, rngs: nnx.Rngs) -> nn.MoE:
+    """Makes Qwen's experts with the sizes of `cfg`: a softmax over all, of which a token uses the best, and a shared
+    one for every token, times a gate.
+    """
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=renormalize, rngs=rngs)
+    shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
+    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
+
+
 def mamba2(
     dim: int,
     cfg: MambaSizes,

@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._layers import PreNorm, TextDecoder, attention, qwen_experts
 from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, fields, names
@@ -45,14 +45,7 @@ class Block(PreNorm):
         self.attn = attention(cfg, rope=cfg.rope, bias=cfg.qkv_bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all E experts; each token uses the best k and the shared expert, scaled by its own gate.
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
+        self.moe: Any = qwen_experts(cfg, renormalize=cfg.renormalize, rngs=rngs) if sparse else None
 
 
 class Qwen2MoE(TextDecoder):

@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models import _qwen_vision as vision
-from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net
+from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net, qwen_experts
 from maxlib.models._sizes import AttentionSizes, DeltaSizes, MTPSizes, by_interval, delta_net_names, every
 from maxlib.ops import Rope
 from maxlib.weights import Family, Fields, Ignore, Multimodal, Renamed, Table, fields, names
@@ -58,7 +58,7 @@ class Block(PreNorm):
         self.delta: Any = delta_net(cfg, norm_eps=cfg.norm_eps, rngs=rngs) if kind == LINEAR else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if cfg.mlp_dim is None else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
+        self.moe: Any = None if cfg.num_experts is None else qwen_experts(cfg, rngs=rngs)
 
 
 def _rotary(cfg: Config) -> Rope | ops.MRope:
@@ -82,13 +82,6 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
         out_gate_act=jax.nn.sigmoid,
         rngs=rngs,
     )
-
-
-def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all experts; each token uses the best `top_k`. The shared expert runs for every token, times a gate.
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
 class Qwen35(TextDecoder):

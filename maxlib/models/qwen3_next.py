@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net
+from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net, qwen_experts
 from maxlib.models._sizes import AttentionSizes, DeltaSizes, by_interval, every
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, Weight, fields, names
@@ -52,7 +52,7 @@ class Block(PreNorm):
         self.delta: Any = delta_net(cfg, norm_eps=cfg.norm_eps, rngs=rngs) if kind == LINEAR else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = _experts(cfg, rngs=rngs) if sparse else None
+        self.moe: Any = qwen_experts(cfg, renormalize=cfg.renormalize, rngs=rngs) if sparse else None
 
 
 def _sparse(cfg: Config) -> list[bool]:
@@ -76,13 +76,6 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
         out_gate_act=jax.nn.sigmoid,
         rngs=rngs,
     )
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all E experts; each token uses the best k (10 of 512) and the shared expert, scaled by its own gate.
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
 class Qwen3Next(TextDecoder):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _qwen4_exp_files as files
 from maxlib.models import _qwen_vision as vision
-from maxlib.models._layers import TextDecoder, delta_net
+from maxlib.models._layers import TextDecoder, delta_net, qwen_experts
 from maxlib.models._sizes import AttentionSizes, DeltaSizes
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Multimodal, fields
@@ -84,7 +84,7 @@ class Block(nn.Layer):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == INDEXED else None
         self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
         self.mlp_streams = _streams(cfg, rngs=rngs)
-        self.moe = _experts(cfg, rngs=rngs)
+        self.moe = qwen_experts(cfg, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T n D"], ctx: nn.Context, cache: Any = None):
         of_ngrams, of_mixer = (None, cache) if cache is None or self.ngrams is None else cache
@@ -150,13 +150,6 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.BlockSparseAttention:
         norm_eps=cfg.norm_eps,
         rngs=rngs,
     )
-
-
-def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
-    # Softmax over all experts; each token uses the best `top_k`. The shared expert runs for every token, times a gate.
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
-    shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
-    return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
 
 
 class Qwen4Exp(TextDecoder):
