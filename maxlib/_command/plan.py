@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help=f"none, {REMATS}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
     add("--attention", help="attention implementation of all layers, such as splash (default: the best available)")
-    add("--optimizer", default="adamw", help="adamw (default), sgd, or module:function of a model")
+    add("--optimizer", default="adamw", help="adamw (default), muon, sgd, or module:function of a model")
     add(
         "--microbatches", type=int, default=1, help="parts of a batch that a step takes one after the other (default 1)"
     )

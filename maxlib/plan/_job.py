@@ -38,7 +38,7 @@ class Job:
         sequence: Tokens of a sequence.
         remat: The `remat` argument of the model.
         attention: The implementation of `ops.attention` in all layers; None for the best that can run.
-        optimizer: "adamw", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
+        optimizer: "adamw", "muon", "sgd", or a function `optimizer(model) -> optax.GradientTransformation`, or its name
             "module:name".
         dtype: Dtype of activations and of weights in matmuls.
         loss: A `training.Loss`, or a function with the options `dtype` and `remat`, or the name "module:name" of

@@ -282,11 +282,13 @@ def _check_sizes(job: Job) -> None:
 def _optimizer(job: Job, model: Any) -> Any:
     if job.optimizer == "adamw":
         return training.adamw(1e-4, mask=training.decay_mask(model))  # factors are matrices
+    if job.optimizer == "muon":
+        return training.muon(1e-4, model=model)
     if job.optimizer == "sgd":
         return optax.sgd(1e-4)
     if callable(job.optimizer) or ":" in str(job.optimizer):
         return by_name(job.optimizer, "optimizer")(model)
-    raise ValueError(f"optimizer must be 'adamw', 'sgd' or a function of a module; got {job.optimizer!r}")
+    raise ValueError(f"optimizer must be 'adamw', 'muon', 'sgd' or a function of a module; got {job.optimizer!r}")
 
 
 def _batch(job: Job, layout: sharding.Layout, rows: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python -m tests.training.optimizer_goldens
 
 Needs `pip install pytorch-optimizer==4.1.0 schedulefree==1.4.1`, and the file `maxtext/utils/qk_clip_utils.py` of
-maxtext 0.2.5 on the path. Newton-Schulz steps run in float32 here.
+maxtext 0.2.5 on the path. All of it in float64, Newton-Schulz steps too.
 """
 
 import functools
@@ -18,12 +18,12 @@ LAYERS, SIZE, STEPS, RATE = 3, 6, 20, 1e-2  # matrices are square, so that their
 
 def start() -> np.ndarray:
     """The matrices of a stack, `layers x outputs x inputs`."""
-    return np.random.RandomState(0).randn(LAYERS, SIZE, SIZE).astype(np.float32)
+    return np.random.RandomState(0).randn(LAYERS, SIZE, SIZE)
 
 
 def gradient(w: Any, step: int) -> Any:
     """The gradient of a noisy quadratic function, for numpy, torch and JAX."""
-    noise = np.random.RandomState(step + 1).randn(LAYERS, SIZE, SIZE).astype(np.float32)
+    noise = np.random.RandomState(step + 1).randn(LAYERS, SIZE, SIZE)
     return 0.5 * w + 0.3 * noise
 
 
@@ -35,8 +35,8 @@ def write() -> None:
 
     for module in (adamuon, base, normuon):
         if hasattr(module, "zero_power_via_newton_schulz_5"):
-            in_float32 = functools.partial(module.zero_power_via_newton_schulz_5, dtype=torch.float32)
-            module.zero_power_via_newton_schulz_5 = in_float32
+            in_float64 = functools.partial(module.zero_power_via_newton_schulz_5, dtype=torch.float64)
+            module.zero_power_via_newton_schulz_5 = in_float64
 
     def matrices(cls: Any, **options: Any) -> Any:
         def make(ws: list[Any]) -> Any:
