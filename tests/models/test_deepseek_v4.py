@@ -208,7 +208,8 @@ def test_the_module_predicts_as_the_formulas_say(tmp_path):
         streams = model.mtp[0].block(x, nn.make_context(*batch["tokens"].shape))[0]
         return hidden, module.hidden, streams, training.MTP(0.25)(model, batch, dtype=jnp.float32)
 
-    hidden, got, streams, (loss, stats) = jax.tree.map(np.asarray, run(model, batch))
+    with jax.numpy_rank_promotion("allow"):  # of the formulas
+        hidden, got, streams, (loss, stats) = jax.tree.map(np.asarray, run(model, batch))
     # The head's weights of streams: a sigmoid of a product with all of them, normed.
     flat = streams.reshape(*streams.shape[:2], -1)
     flat = flat / np.sqrt(np.mean(flat**2, -1, keepdims=True) + 1e-6)
