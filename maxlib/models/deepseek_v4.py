@@ -134,7 +134,7 @@ class Module(nn.mtp.MTP):
         self.embed_project = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), rngs=rngs)
         self.hidden_project = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), rngs=rngs)
         self.block: Any = Block(cfg, SLIDING, hashed=False, rngs=rngs)
-        self.streams = _head_streams(cfg, rngs=rngs)
+        self.streams = nn.HyperHead(cfg.dim, streams=cfg.streams, eps=cfg.stream_eps, norm_eps=cfg.norm_eps, rngs=rngs)
         self.norm = nn.RMSNorm(D, eps=cfg.norm_eps)
 
     def __call__(
@@ -148,25 +148,18 @@ class Module(nn.mtp.MTP):
         return _with_streams(self.norm(self.streams(x)), x), cache, aux
 
 
-def _head_streams(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperHead:
-    return nn.HyperHead(cfg.dim, streams=cfg.streams, eps=cfg.stream_eps, norm_eps=cfg.norm_eps, rngs=rngs)
-
-
 def _with_streams(hidden: Float[Array, "B T D"], x: Float[Array, "B T n D"]) -> Float[Array, "B T F"]:
     return jnp.concatenate([hidden, x.reshape(*x.shape[:2], -1)], axis=-1)
 
 
 class DeepSeekV4(TextDecoder):
-    """DeepSeek V4: a cache of a million tokens is about two percent of one with a key per token and eight heads.
-
-    With prediction modules, the output has the streams, which they read, after the vectors for the head.
-    """
+    """DeepSeek V4: a cache of a million tokens is about two percent of one with a key per token and eight heads."""
 
     layers_take_tokens = True
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
-        self.streams = _head_streams(cfg, rngs=rngs)
+        self.streams = nn.HyperHead(cfg.dim, streams=cfg.streams, eps=cfg.stream_eps, norm_eps=cfg.norm_eps, rngs=rngs)
         self.mtp = nnx.List([Module(cfg, rngs=rngs) for _ in range(cfg.num_mtp)])
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T n D"], nn.Context]:
@@ -178,7 +171,7 @@ class DeepSeekV4(TextDecoder):
         """Returns None: text has no inputs of single layers."""
 
     def leave(self, x: Float[Array, "B T n D"], ctx: nn.Context) -> Float[Array, "B T F"]:
-        """Returns the input of the head, the normed sum of the streams; then the streams if there are modules."""
+        """Returns the input of the head, the normed sum of the streams; then the streams if there are `mtp` modules."""
         hidden = super().leave(self.streams(x), ctx)
         return _with_streams(hidden, x) if len(self.mtp) else hidden
 
