@@ -82,7 +82,8 @@ class NgramEmbedding(SequenceMixer):
                 f"{parts} parts must divide the {rows} rows of the table, and {hash.num_heads} heads its width {width}"
             )
         shape = (parts, rows // parts, width // hash.num_heads)
-        self.table = nnx.Param(normal(0.02)(draw_key(rngs), shape, jnp.float32), axes=("vocab", None, "embed"))
+        # FSDP splits the parts: vectors of a head, 160 numbers, are narrower than many meshes.
+        self.table = nnx.Param(normal(0.02)(draw_key(rngs), shape, jnp.float32), axes=("embed", None, None))
         self.key = Einsum("...E,DE->...D", (F, width), ("embed", "rank"), rngs=rngs)
         self.value = Einsum("...E,DE->...D", (dim, width), ("embed", "rank"), rngs=rngs)
         norm = functools.partial(GroupRMSNorm, F, groups=streams, eps=norm_eps, plus_one=True)
