@@ -29,13 +29,13 @@ class NgramCache(LayerCache):
     """Cache of `NgramEmbedding`. Its size does not depend on the number of tokens, and it cannot be rewound.
 
     Attributes:
-        tokens: The last ids, `B U`.
+        tokens: The last ids, `B N`.
         tail: The last inputs of the convolution, `B U n*D`.
     """
 
     kind: ClassVar[str | None] = "state"
 
-    tokens: Int[Array, "B U"]
+    tokens: Int[Array, "B N"]
     tail: Float[Array, "B U F"]
 
 
