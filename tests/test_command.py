@@ -1,6 +1,5 @@
 """The command `maxlib`, in this process: what it prints, and its exit status."""
 
-import functools
 import io
 import json
 import os
@@ -18,8 +17,9 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import adapters, checkpoint, inference, nn, ops, quantization, sharding, tokenization, weights
-from maxlib._command import COMMANDS, listing, main
+from maxlib import adapters, checkpoint, inference, nn, ops, quantization, sharding, tokenization
+from maxlib._command import COMMANDS, main
+from maxlib._command import models as listing
 from maxlib._command.doctor import EXTRAS, kernels, slow_code
 from maxlib._command.plan import QUANTIZATIONS, REMATS, STRATEGIES
 from maxlib.ops._attention import table
@@ -139,9 +139,7 @@ def test_quantized_directories_are_read(capsys, directory, tmp_path):
     prompt = chat.tokenizer.encode("w5 w6").ids
     (tokens,) = inference.Generator(low).generate([prompt], max_new_tokens=6, stop_token_ids=[7])
     words = [f"w{token}" for token in tokens if token != 7]
-    for options in ([], ["--overwrite"]):
-        command = ["convert", str(source), str(tmp_path / "converted"), "--quantize", "int8", *options]
-        assert main(command) == 0
+    assert main(["convert", str(source), str(tmp_path / "converted"), "--quantize", "int8"]) == 0
     capsys.readouterr()
     for name in ("low", "converted"):
         status, text = printed(capsys, "generate", tmp_path / name, "w5 w6", "--raw", "--tokens", "6", "--json")
@@ -198,19 +196,6 @@ def test_a_conversation_in_the_terminal(capsys, monkeypatch, directory):
     assert status == 0 and text.splitlines() == [*want, want[0]] and want[0] != want[1]
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="bash completes")
-def test_tab_completes(capsys):
-    script = printed(capsys, "completion", "bash")[1] + (
-        't() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _maxlib; echo "${COMPREPLY[@]}"; }\n'
-        't maxlib ge\nt maxlib plan --se\nt maxlib new-trainer --from f\nt maxlib completion ""\nt maxlib generate x\n'
-    )
-    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.splitlines() == ["generate", "--sequence --search", "finetune", "bash zsh fish", ""]
-    lines = printed(capsys, "completion", "fish")[1].splitlines()
-    assert "complete -c maxlib -n '__fish_seen_subcommand_from generate' -l top-p" in lines
-    assert len([line for line in lines if "__fish_use_subcommand" in line]) == len(COMMANDS)
-
-
 def test_models_by_name(capsys):
     status, text = printed(capsys, "models", "llama", "--names")
     assert status == 0 and "llama3.1-8b" in text.splitlines() and "gpt2" not in text
@@ -219,16 +204,15 @@ def test_models_by_name(capsys):
 
 
 def test_models_fit_a_narrow_terminal_and_are_whole_in_a_pipe(capsys, monkeypatch):
-    families = {preset: family for family in weights.families() for preset in family.presets}
-    once = functools.cache(lambda preset, row=listing.row: row(families[preset], preset))
-    monkeypatch.setattr(listing, "row", lambda family, preset: once(preset))  # they are listed twice
-    names = ("llama", "deepseek", "granite4")
+    kind = ("GQA without positions", "6 of 64 experts, shared expert, tied head", "full and state", "yes", "")
+    monkeypatch.setattr(listing, "row", lambda family, preset: listing.Row(family.name, preset, 10**9, 10**8, kind))
+    names = ("llama", "granite4")
     lines = printed(capsys, "models", *names)[1].splitlines()
     rows = {line.split()[0]: line.split() for line in lines[2:] if line.strip(" ─")}
     assert [*rows] == printed(capsys, "models", *names, "--names")[1].split()
-    assert rows["deepseek-v3"][1:3] == ["671.03B", "37.55B"] and rows["llama3.1-8b"][1] == "8.03B"
-    assert " ".join(rows["granite-4.0-h-tiny"]).endswith(
-        "6 of 64 experts, shared expert, tied head; full and state caches"
+    assert " ".join(rows["granite-4.0-h-tiny"]) == (
+        "granite-4.0-h-tiny 1.00B 100M granite4: GQA without positions; 6 of 64 experts, shared expert, tied head; full "
+        "and state caches; images"
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -257,7 +241,7 @@ def test_doctor_looks_for_every_extra_that_is_for_users():
 
 
 def test_doctor(capsys):
-    status, text = printed(capsys, "doctor", "--no-timing", "--json")
+    status, text = printed(capsys, "doctor", "--json")
     found = json.loads(text)
     assert status == 0 and found["devices"]["platform"] == "cpu" and found["versions"]["numpy"] == np.__version__
     usual = ("causal", "packed rows", "soft-cap", "decoding")

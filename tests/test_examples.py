@@ -211,31 +211,6 @@ def test_generate_takes_a_name_on_the_hub(hub):
         directory("none.gguf", hub / "out")
 
 
-def test_adapters_get_a_higher_learning_rate(hub, monkeypatch):
-    rate = lambda *options: read_arguments(monkeypatch, "finetune.py", hub, *options).learning_rate
-    assert rate("--lora", 8) == pytest.approx(10 * rate())
-    assert rate("--lora", 8, "--learning-rate", 1e-3) == rate("--learning-rate", 1e-3) == 1e-3
-
-
-def test_pretrain_help_explains_every_flag(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        run_here(monkeypatch, "pretrain.py", "--help")
-    shown = capsys.readouterr().out
-    for flag in (
-        "--mesh",
-        "--strategy",
-        "--out",
-        "--steps",
-        "--batch",
-        "--length",
-        "--vocab",
-        "--layers",
-        "--dim",
-        "--learning-rate",
-    ):
-        assert flag in shown
-
-
 def test_pretrain_names_a_misspelt_mesh_axis(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_here(monkeypatch, "pretrain.py", "--mesh", "fdsp=8")
@@ -302,21 +277,8 @@ def preferences(tmp_path):
     ]
     lines[3]["rejected"] = lines[3]["chosen"]  # counted, and left out
     (path := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = [
-        "--out",
-        tmp_path,
-        "--steps",
-        6,
-        "--batch",
-        4,
-        "--microbatches",
-        2,
-        "--length",
-        96,
-        "--learning-rate",
-        1e-3,
-    ]
-    return path, options
+    sizes = ["--steps", 6, "--batch", 4, "--microbatches", 2, "--length", 96, "--learning-rate", 1e-3]
+    return path, ["--out", tmp_path, *sizes]
 
 
 @full

@@ -24,7 +24,7 @@ WATCHED = """if True:
 """
 
 
-def left_alone(body: str, directory: Path) -> None:
+def left_alone(body: str, directory: Path, **environment: str) -> None:
     """Runs `body`, then compares the state of the process with that before."""
     after = """
     assert process() == before, (process(), before)
@@ -35,7 +35,7 @@ def left_alone(body: str, directory: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WATCHED + body + after, str(directory)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
     )
@@ -45,7 +45,8 @@ def left_alone(body: str, directory: Path) -> None:
 def test_imports_and_a_trainer_change_nothing(tmp_path):
     """All modules, then a run with metrics on disk and data that is read ahead.
 
-    Imports start no backend: else `jax.distributed.initialize` after them fails, and XLA's flags come too late.
+    Imports start no backend: else `jax.distributed.initialize` after them fails, and XLA's flags come too late. The
+    run keeps its compiled programs in the user's cache.
     """
     body = """
     import importlib, pkgutil, maxlib
@@ -71,7 +72,8 @@ def test_imports_and_a_trainer_change_nothing(tmp_path):
     assert trainer.fit(2)["loss"] > 0
     loader.close()
     """
-    left_alone(body, tmp_path)
+    left_alone(body, tmp_path, JAX_COMPILATION_CACHE_DIR="", XDG_CACHE_HOME=str(tmp_path))
+    assert list((tmp_path / "maxlib" / "compiled").glob("jit*"))
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -159,7 +159,7 @@ def test_a_state_cannot_be_rewound():
     model = hybrid()
     model.__class__ = Drafting
     with pytest.raises(ValueError, match="only keep a state .*State.* cannot be removed"):
-        inference.speculate(inference.Generator(model), [[1, 2]], max_new_tokens=2)
+        inference.LocalEngine(model, num_drafts=1, drafter="mtp")
 
 
 def test_caches_answer_for_themselves():

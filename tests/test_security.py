@@ -30,7 +30,7 @@ DYNAMIC = {
     "plan/_job.py",
 }
 # Programs that are started: the interpreter itself, and what the launcher was told to supervise.
-STARTS = {"plan/_run.py", "ops/_check/parent.py", "distributed/_launcher.py", "distributed/xla_flags.py"}
+STARTS = {"plan/_run.py", "distributed/_launcher.py", "distributed/xla_flags.py"}
 STARTS |= {"tokenization/_sandbox.py"}
 
 

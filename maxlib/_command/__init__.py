@@ -17,7 +17,6 @@ COMMANDS = {
     "report": "make an HTML page about one or more runs",
     "doctor": "print versions, devices, extras and the kernels that would be chosen",
     "new-trainer": "copy an example trainer, to change it",
-    "completion": "print a completion script for bash, zsh or fish",
 }
 
 

@@ -4,7 +4,6 @@ import argparse
 import importlib.metadata
 import json
 import platform
-import time
 from typing import Any
 
 REQUIRED = (
@@ -47,19 +46,15 @@ EXTRAS = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one object")
-    parser.add_argument("--no-timing", action="store_true", help="do not time a matmul")
 
 
 def run(args: argparse.Namespace) -> int:
-    sections: dict[str, Any] = {"versions": versions(), "extras": extras(), "devices": devices(), "kernels": kernels()}
-    if not args.no_timing:
-        sections["matmul"] = matmul()
+    sections = {"versions": versions(), "extras": extras(), "devices": devices(), "kernels": kernels()}
     if args.json:
         print(json.dumps(sections, indent=1))
         return 0
     for title, entries in sections.items():
         print(f"{title}\n" + "\n".join(f"  {name:<18}{value}" for name, value in entries.items()))
-    print("\n`python -m maxlib.ops check` compares every kernel that can run on this accelerator with float32.")
     return 0
 
 
@@ -116,7 +111,7 @@ def data_sheet(platform: str, kind: str) -> str:
     from maxlib.hardware import GIB, chip_of
 
     if platform == "cpu":
-        return "none for CPUs: MFU is relative to a matmul that is timed"
+        return "none for CPUs, so no MFU is shown"
     if (chip := chip_of(kind)) is None:
         return "unknown here, so no MFU is shown; maxlib.hardware.CHIPS has those that are known"
     return f"{chip.flops / 1e12:,.0f} bfloat16 TFLOP/s, {chip.memory / GIB:.1f} GiB a device"
@@ -152,7 +147,7 @@ def kernels(device: tuple[str, str] | None = None) -> dict[str, str]:
     chosen |= {
         "grouped matmul": ops.explain_grouped_matmul(shape(4096, 2048), shape(8, 1024, 2048), device=device),
         "gated delta rule": ops.explain_gated_delta_rule(heads, heads, device=device),
-        "Kimi delta": ops.explain_kimi_delta_attention(heads, heads, device=device),
+        "Kimi delta": ops.explain_gated_delta_rule(heads, heads, by_channel=True, device=device),
         "Mamba-2": ops.explain_ssd(heads, heads, device=device),
     }
     return {name: _chosen(answer) for name, answer in chosen.items()}
@@ -162,20 +157,3 @@ def _chosen(answer: Any) -> str:
     """Names what runs a call; if that is plain XLA, also the first package that has a kernel for it."""
     lacking = (f"; {kernel} {why}" for kernel, why in answer.refused.items() if "pip install" in why)
     return str(answer.chosen) + (next(lacking, "") if answer.chosen in ("chunked", "tiled") else "")
-
-
-def matmul(width: int = 2048, seconds: float = 0.5) -> dict[str, str]:
-    """Times a matmul in the platform's fast dtype."""
-    import jax
-    import jax.numpy as jnp
-
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    x = jnp.ones((width, width), dtype)
-    step = jax.jit(lambda x: x @ x / width)
-    jax.block_until_ready(step(x))
-    begin, calls = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        x = jax.block_until_ready(step(x))
-        calls += 1
-    rate = 2 * width**3 * calls / (time.perf_counter() - begin)
-    return {f"{width} x {width}": f"{rate / 1e12:.3g} TFLOP/s in {jnp.dtype(dtype).name}"}

@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # `--help` imports none of these
 
 # The names of `sharding.PRESETS`, `nn.remat.POLICIES` and `quantization.TRAINING`, whose modules import jax.
 STRATEGIES = (
-    "dp, zero1, fsdp, fsdp_by_expert, tp, tp_sp, fsdp_tp, fsdp_tp_sp, ep, ep_tp, exchange_dense, exchange_ragged, "
-    "cp_ring, cp_gather, cp_ulysses, pp, pp_1f1b, offload_optimizer, offload_layers"
+    "dp, zero1, fsdp, tp, tp_sp, fsdp_tp, fsdp_tp_sp, ep, ep_tp, exchange_dense, exchange_ragged, cp_ring, cp_gather, "
+    "cp_ulysses, pp, pp_1f1b, offload_optimizer, offload_layers"
 )
 REMATS = "full, attention, qkv, qkv_offload, dots_except_mlp, dots, minimal, minimal_offload"
 QUANTIZATIONS = (
@@ -94,10 +94,7 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; do not occupy an accelerator
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for module:function; the script `maxlib` starts without the current directory
-    try:
-        return _search(args) if args.search else _plan(args)
-    except ValueError as error:
-        raise ValueError(_as_options(str(error))) from error
+    return _search(args) if args.search else _plan(args)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -106,7 +103,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.compile is not None:
         raise ValueError("--compile is for --search: without it the one plan is compiled")
     result = plan.plan(_job(args), full=args.full, keep=args.keep)
-    print(json.dumps(_numbers(result), indent=1) if args.json else _as_options(str(result)))
+    print(json.dumps(_numbers(result), indent=1) if args.json else result)
     return 0 if result.fits else 1
 
 
@@ -127,11 +124,11 @@ def _search(args: argparse.Namespace) -> int:
     if args.compile is not None:
         fixed["compile"] = args.compile
     result = plan.search(job, **fixed)
-    print(_as_options(str(result)))
+    print(result)
     try:
-        print(_as_options(str(result.best)))
+        print(result.best)
     except ValueError as nothing_fits:
-        print(f"maxlib plan: {_as_options(str(nothing_fits))}", file=sys.stderr)
+        print(f"maxlib plan: {nothing_fits}", file=sys.stderr)
         return 1
     return 0
 
@@ -210,25 +207,3 @@ def _numbers(result: "plan.Plan") -> dict[str, Any]:
     numbers = {name: value for name, value in plain.items() if isinstance(value, int | float | dict | None)}
     nested = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
     return json.loads(json.dumps(named | numbers | nested, default=str))
-
-
-# Advice in messages for Python -> the same for the command line.
-_OPTIONS = {
-    "change a degree, let one be -1, or pass devices=": "change a degree of --mesh or --dcn, or let one be -1",
-    "per_device_batch_size": "--per-device-batch-size",
-    "microbatches=": "--microbatches ",
-    "remat='full'": "--remat full",
-    "plan.search": "--search",
-    "strategy=": "--strategy ",
-    "sequence=": "--sequence ",
-    "lora=LoRA(16)": "--lora rank=16",
-    "base='nf4'": "--base nf4",
-    "base=": "--base ",
-    "give lora": "give --lora",
-}
-
-
-def _as_options(text: str) -> str:
-    for python, option in _OPTIONS.items():
-        text = text.replace(python, option)
-    return text

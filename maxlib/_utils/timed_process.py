@@ -1,11 +1,12 @@
 """Calls in a separate process or thread, each with a timeout; one that hangs or crashes is replaced."""
 
+import collections
 import contextlib
 import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -91,6 +92,25 @@ def wait_for_any(processes: Sequence[TimedProcess]) -> list[TimedProcess]:
     until = min((process.deadline for process in busy), default=0.0) - time.monotonic()
     answered = wait([process.pipe for process in busy], None if math.isinf(until) else max(until, 0.0))
     return [process for process in busy if process.pipe in answered or process.deadline <= time.monotonic()]
+
+
+def results(
+    processes: Sequence[TimedProcess], queues: Sequence[collections.deque[tuple[Any, int, Any]]], timeout: float
+) -> Iterator[tuple[Any, Any, Failure | None]]:
+    """Yields job, result and failure of every call, in the order in which they end.
+
+    Args:
+        processes: The processes.
+        queues: The calls of each process, which may share a queue: job, index of the function and argument.
+        timeout: Time limit in seconds of one call.
+    """
+    while any(queues) or not all(process.job is None for process in processes):
+        for process, queue in zip(processes, queues, strict=True):
+            if queue and process.idle:
+                process.start(*queue.popleft(), timeout)
+        for process in wait_for_any(processes):
+            if (done := process.result()) is not None:
+                yield done
 
 
 def _serve(pipe: Connection, functions: Sequence[Callable[[Any], Any]]) -> None:

@@ -154,17 +154,18 @@ def freeze(model: Model) -> Model:
     return not_trained(_with_matmul(model, lambda matmul: jax.tree.map(fixed, matmul, is_leaf=nn.tree.is_variable)))
 
 
-def merge(model: Model, *, requantize: bool = False) -> Model:
+def merge(model: Model) -> Model:
     """Returns a model with plain weights `gain * (w + scale * b @ a)`, computed in float32 and cast once.
+
+    Quantized weights become parameters in their original dtype, because rounding them again
+    (`quantization.for_inference`) loses part of the adapter.
 
     Args:
         model: A model with adapters.
-        requantize: True rounds merged weights to their previous format. By default quantized weights become parameters
-            in their original dtype, because rounding again loses part of the adapter.
     """
 
     def merge_site(path: str, site: Any) -> Any:
-        return nn.stack.map_layers(lambda layer: _merged(layer, requantize), site) if levels(site) else site
+        return nn.stack.map_layers(_merged, site) if levels(site) else site
 
     return as_parameters(sites.map_sites(model, merge_site))
 
@@ -245,20 +246,10 @@ def _with_matmul(model: Any, change: Callable[[LowRank], Any]) -> Any:
     return sites.map_sites(model, lambda _, site: new(site))
 
 
-def _merged(site: Any, requantize: bool) -> Any:
+def _merged(site: Any) -> Any:
     """Returns one layer with its adapters, trained or frozen, written into its weight."""
     w, inner = site.w, levels(site)[-1].inner
     quantized = isinstance(w, nn.quantized.QuantizedWeight)
     plain = w.restored() if quantized else w
     new = sites.replace(site, w=plain.replace(site.matmul.matrix(w).astype(plain.dtype)), matmul=inner)
-    if quantized and requantize:
-        stored = nn.quantized.QuantizedWeight(
-            new.w[...],
-            qtype=w.qtype,
-            outputs=sites.outputs(site),
-            group=w.group,
-            axes=sites.axes_of(site),
-            summed=w.summed,
-        )
-        return sites.replace(new, w=stored)
     return sites.replace(new, matmul=nn.matmul.PlainMatmul()) if quantized else new

@@ -23,13 +23,10 @@ if TYPE_CHECKING:
     from maxlib.data._images import ImageProcessor as ImageProcessor
     from maxlib.data._images import PixtralImageProcessor as PixtralImageProcessor
     from maxlib.data._loader import Loader as Loader
-    from maxlib.data._loader import host_shards as host_shards
     from maxlib.data._megatron import megatron_documents as megatron_documents
     from maxlib.data._megatron import megatron_samples as megatron_samples
     from maxlib.data._mixture import Mixture as Mixture
-    from maxlib.data._packing import Statistics as Statistics
     from maxlib.data._packing import pack as pack
-    from maxlib.data._packing import statistics as statistics
     from maxlib.data._padding import pad as pad
     from maxlib.data._padding import pad_document as pad_document
     from maxlib.data._pairs import kto_examples as kto_examples

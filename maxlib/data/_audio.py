@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from maxlib.data._images import read_processor
+from maxlib.data._images import processor_class, read_processor
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
 
 _FRAME, _HOP, _FFT = 320, 160, 512  # 20 and 10 ms in samples, and the length of the transform
 _FLOOR = 1e-3  # added to magnitudes before the logarithm
+_WHISPER = {"dither": 0.0, "hop_length": _HOP, "n_fft": 400, "padding_value": 0.0, "sampling_rate": 16_000}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class AudioProcessor:
     max_samples: int = 480_000
     num_bands: int = 128
 
-    prepares: ClassVar[str] = "Gemma4AudioFeatureExtractor"  # its class in transformers
+    prepares: ClassVar[tuple[str, ...]] = ("Gemma4AudioFeatureExtractor",)  # its class in transformers
     # Fields of that class with the only values that are computed.
     fixed: ClassVar[Mapping[str, Any]] = {
         "dither": 0.0,
@@ -80,14 +81,10 @@ class AudioProcessor:
             ValueError: when its model does not hear, or its sound is prepared in an unsupported way.
         """
         path, fields = read_processor(Path(directory), "feature_extractor", "sound")
-        kind, config = fields.get("feature_extractor_type"), path.parent / "config.json"
-        config = json.loads(config.read_text(encoding="utf-8"))
+        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
         known: tuple[type[AudioProcessor], ...] = AudioProcessor, WaveformProcessor, WhisperProcessor
         known = (Qwen3OmniAudioProcessor,) if "thinker_config" in config else known
-        processor = next((cls for cls in known if cls.prepares == kind), None)
-        if processor is None:
-            names = ", ".join(cls.prepares for cls in known)
-            raise ValueError(f"{path}: feature_extractor_type must be one of {names}, got {kind!r}")
+        processor = processor_class(path, fields, "feature_extractor_type", known)
         for name, value in processor.fixed.items():
             if name in fields and fields[name] != value:
                 raise ValueError(f"{path}: {name} must be {value}, got {fields[name]!r}")
@@ -194,7 +191,7 @@ class WaveformProcessor(AudioProcessor):
 
     num_samples: int = 640
 
-    prepares: ClassVar[str] = "Gemma4UnifiedAudioFeatureExtractor"
+    prepares: ClassVar[tuple[str, ...]] = ("Gemma4UnifiedAudioFeatureExtractor",)
     fixed: ClassVar[Mapping[str, Any]] = {"padding_value": 0.0, "sampling_rate": 16_000}
 
     @classmethod
@@ -231,15 +228,8 @@ class WhisperProcessor(AudioProcessor):
 
     num_bands: int = 80
 
-    prepares: ClassVar[str] = "WhisperFeatureExtractor"
-    fixed: ClassVar[Mapping[str, Any]] = {
-        "chunk_length": 30,
-        "dither": 0.0,
-        "hop_length": _HOP,
-        "n_fft": 400,
-        "padding_value": 0.0,
-        "sampling_rate": 16_000,
-    }
+    prepares: ClassVar[tuple[str, ...]] = ("WhisperFeatureExtractor",)
+    fixed: ClassVar[Mapping[str, Any]] = _WHISPER | {"chunk_length": 30}
 
     @classmethod
     def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "WhisperProcessor":
@@ -281,13 +271,7 @@ class Qwen3OmniAudioProcessor(WhisperProcessor):
     num_bands: int = 128
     max_samples: int = 4_800_000
 
-    fixed: ClassVar[Mapping[str, Any]] = {
-        "dither": 0.0,
-        "hop_length": _HOP,
-        "n_fft": 400,
-        "padding_value": 0.0,
-        "sampling_rate": 16_000,
-    }
+    fixed: ClassVar[Mapping[str, Any]] = _WHISPER
 
     @classmethod
     def _read(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "Qwen3OmniAudioProcessor":

@@ -15,7 +15,6 @@ from maxlib.data._documents import Document
 if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
 
-_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 4 and 5
 _BICUBIC = 3  # PIL's constant
 _NARROWEST = 200  # maximum aspect ratio
 
@@ -48,8 +47,9 @@ class ImageProcessor:
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
-    prepares: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor",)  # prefix of its class in transformers
+    prepares: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor",)  # prefixes of its classes in transformers
     normalizes: ClassVar[bool] = True
+    colors_last: ClassVar[bool] = False  # in a patch; False has all pixels of a color together
 
     def __post_init__(self):
         if not (all(map(math.isfinite, self.mean)) and all(0 < value < math.inf for value in self.std)):
@@ -67,15 +67,8 @@ class ImageProcessor:
             ValueError: when its images are prepared in an unsupported way.
         """
         path, fields = read_processor(Path(directory), "image_processor", "images")
-        kind = str(fields.get("image_processor_type"))
-        known = [ImageProcessor, PixtralImageProcessor, Gemma4ImageProcessor]
-        processor = next((cls for cls in known if kind.startswith(cls.prepares)), None)
-        if processor is None:
-            names = ", ".join(name for cls in known for name in cls.prepares)
-            raise ValueError(
-                f"{path}: images of any size are prepared by {names}, this model's by {kind}: make its Patches with its "
-                "own processor"
-            )
+        known = (ImageProcessor, PixtralImageProcessor, Gemma4ImageProcessor)
+        processor = processor_class(path, fields, "image_processor_type", known)
         _check_fields(path, fields, normalizes=processor.normalizes)
         config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
         return processor._read(path, fields, config)
@@ -109,11 +102,24 @@ class ImageProcessor:
         Raises:
             ValueError: when the array has another shape or type, or the aspect ratio exceeds 200.
         """
-        from maxlib.nn import vision
+        picture = open_image(image)
+        return self.cut([picture], self.size(picture.height, picture.width))
 
-        values = np.asarray(self._resized(image), np.float32) / 255  # [H, W, 3]
+    def cut(self, pictures: Sequence[Any], size: tuple[int, int]) -> "Patches":
+        """Resizes images of Pillow to one height and width, and returns their patches, with a grid for each group of
+        `frames` consecutive ones; the last one fills its group.
+        """
+        from maxlib.nn.vision import Patches
+
+        values = np.stack([np.asarray(resize(picture, *size), np.float32) for picture in pictures]) / 255
         values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
-        return vision.patchify(values.transpose(2, 0, 1), self.patch_size, merge=self.merge, frames=self.frames)
+        values = np.concatenate([values, np.repeat(values[-1:], -len(values) % self.frames, axis=0)])
+        (H, W), p, m, f = size, self.patch_size, self.merge, self.frames
+        # [t, f, y, m, p, x, m, p, C] -> [t, y, x, m, m, and the values of a patch]
+        squares = values.reshape(-1, f, H // (p * m), m, p, W // (p * m), m, p, 3)
+        squares = squares.transpose(0, 2, 5, 3, 6, *((1, 4, 7, 8) if self.colors_last else (8, 1, 4, 7)))
+        grids = np.tile(np.array([[1, H // p, W // p]], np.int32), (len(squares), 1))
+        return Patches(squares.reshape(-1, self.patch_dim), grids)
 
     def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
         """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""
@@ -137,10 +143,6 @@ class ImageProcessor:
             raise ValueError(f"a row must have room for an image of {self.merge**2} patches at least, got {patches}")
         size = patches // self.merge**2
         return Patches(np.zeros((patches, self.patch_dim), np.float32), np.zeros((size, 3), np.int32))
-
-    def _resized(self, image: Any) -> Any:
-        picture = open_image(image)
-        return resize(picture, *self.size(picture.height, picture.width))
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that an image is resized to."""
@@ -278,6 +280,7 @@ class Gemma4ImageProcessor(ImageProcessor):
 
     prepares: ClassVar[tuple[str, ...]] = ("Gemma4ImageProcessor", "Gemma4UnifiedImageProcessor")
     normalizes: ClassVar[bool] = False
+    colors_last: ClassVar[bool] = True
 
     @classmethod
     def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "Gemma4ImageProcessor":
@@ -297,29 +300,24 @@ class Gemma4ImageProcessor(ImageProcessor):
             max_squares=fields.get("max_soft_tokens", 280),
         )
 
-    def __call__(self, image: Any) -> "Patches":
-        """Returns the patches of one image, `n patch_dim`, and its grid, `1 3`; see `ImageProcessor`."""
-        from maxlib.nn.vision import Patches
-
-        patches, side = super().__call__(image), self.patch_size
-        # The colors of a pixel are adjacent: [n, C, a, b] -> [n, a, b, C]
-        pixels = np.asarray(patches.pixels).reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
-        return Patches(pixels.reshape(len(pixels), -1), patches.grids)
-
     def placeholders(self, grid: Sequence[int] | np.ndarray) -> list[int]:
         """Returns the ids that stand for an image with a grid of 1 frame, rows and columns of patches."""
         return [self.begin_token, *super().placeholders(grid), self.end_token]
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that an image is resized to."""
-        side = self.patch_size * self.merge
-        by = math.sqrt(self.max_squares * side**2 / (height * width))
-        rows, columns = math.floor(by * height / side), math.floor(by * width / side)
-        if not rows:  # so elongated that not even one square fits across: use a strip of one
-            rows, columns = 1, min(width // height, self.max_squares)
-        elif not columns:
-            rows, columns = min(height // width, self.max_squares), 1
-        return rows * side, columns * side
+        return largest_size(height, width, side=self.patch_size * self.merge, count=self.max_squares)
+
+
+def largest_size(height: int, width: int, *, side: int, count: int) -> tuple[int, int]:
+    """Returns the largest height and width of about this ratio that make at most `count` squares of a side."""
+    by = math.sqrt(count * side**2 / (height * width))
+    rows, columns = math.floor(by * height / side), math.floor(by * width / side)
+    if not rows:  # so elongated that not even one square fits across: use a strip of one
+        rows, columns = 1, min(width // height, count)
+    elif not columns:
+        rows, columns = min(height // width, count), 1
+    return rows * side, columns * side
 
 
 def _triple(fields: Mapping[str, Any], name: str, usual: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -355,22 +353,37 @@ def _check_fields(path: Path, fields: Mapping[str, Any], *, normalizes: bool) ->
             raise ValueError(f"{path}: {name} must be {value}, got {fields[name]!r}")
 
 
-def read_processor(directory: Path, section: str, what: str) -> tuple[Path, dict[str, Any]]:
+def read_processor(
+    directory: Path,
+    section: str,
+    what: str,
+    files: Sequence[str] = ("preprocessor_config.json", "processor_config.json"),
+) -> tuple[Path, dict[str, Any]]:
     """Reads a Hugging Face directory's processor, and returns its file and its fields.
 
     Args:
         directory: The directory.
-        section: Name of the processor's object in a file that has several.
+        section: Name of the processor's object in `processor_config.json`, in which transformers 5 has all of them.
         what: What it prepares, for the message.
+        files: Files that may have it, the first one that exists is read.
 
     Raises:
         FileNotFoundError: when there is no such file.
     """
-    path = next((directory / name for name in _FILES if (directory / name).exists()), None)
-    if path is None:
-        raise FileNotFoundError(f"{directory} has none of {list(_FILES)}: its model reads no {what}")
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    return path, fields.get(section, fields)
+    for path in [directory / name for name in files]:
+        fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if section in fields or (fields and path.name != "processor_config.json"):
+            return path, fields.get(section, fields)
+    raise FileNotFoundError(f"{directory} has none of {list(files)}: its model reads no {what}")
+
+
+def processor_class(path: Path, fields: Mapping[str, Any], name: str, known: Sequence[Any]) -> Any:
+    """Returns the class that prepares what transformers' class in a field does; raises ValueError without one."""
+    for cls in known:
+        if str(fields.get(name)).startswith(cls.prepares):
+            return cls
+    names = ", ".join(prefix for cls in known for prefix in cls.prepares)
+    raise ValueError(f"{path}: {name} must be one of {names}, got {fields.get(name)!r}: use the model's own processor")
 
 
 def find_parts(document: Document, kind: str) -> list[Any]:

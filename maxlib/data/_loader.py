@@ -22,15 +22,6 @@ State = dict[str, Any]
 Batch = dict[str, Any]  # arrays with rows first, in dictionaries of any depth and other pytrees
 
 
-def host_shards(num_shards: int, *, host: int | None = None, num_hosts: int | None = None) -> range:
-    """Returns the consecutive virtual shards that contain the rows of one host (default: this jax process).
-
-    If the hosts do not divide the shards, some shards belong to two or more hosts.
-    """
-    host, num_hosts = _position(host, num_hosts)
-    return range(host * num_shards // num_hosts, -(-(host + 1) * num_shards // num_hosts))
-
-
 class Loader:
     """Iterates over this host's rows of the global batches.
 
@@ -39,10 +30,11 @@ class Loader:
 
         Loader(lambda part: pack(documents[part], length=512), batch_size=8)
 
-    The rows of a shard only depend on `num_shards`, never on the hosts, so a run may continue on another number of
-    hosts with identical global batches. If the hosts do not divide `num_shards`, several hosts read the same shard, and
-    each returns its own rows of it. Processes that share rows, such as the stages of a pipeline, return the same rows
-    once the loader knows the sharding of the batch: `Trainer` calls `follow`.
+    Each jax process returns an equal part of the rows, and reads the shards that have them. The rows of a shard only
+    depend on `num_shards`, never on the hosts, so a run may continue on another number of hosts with identical global
+    batches. If the hosts do not divide `num_shards`, several hosts read the same shard, and each returns its own rows
+    of it. Processes that share rows, such as the stages of a pipeline, return the same rows once the loader knows the
+    sharding of the batch: `Trainer` calls `follow`.
 
     Iteration ends when every shard is exhausted, or after `num_batches`. A shard that ends earlier returns rows of
     padding, with `targets` of -1 and zeros elsewhere, so your own loss must ignore rows by their targets or
@@ -54,8 +46,6 @@ class Loader:
         rows_of_shard: From a shard's slice to its rows.
         batch_size: Rows of the global batch.
         num_shards: Fixed for a run; by default the greatest common divisor of `batch_size` and 8.
-        shards: Shards of this host, which returns all of their rows; by default those of an equal part of the rows
-            (`host_shards`), or as given by `follow`.
         num_batches: Number of batches after which iteration ends; None continues to the end of the data.
         prefetch: Maximum number of prefetched batches per shard.
         timeout: Maximum seconds to wait for a batch; a longer wait is a `TimeoutError` with the reading threads'
@@ -74,7 +64,6 @@ class Loader:
         *,
         batch_size: int,
         num_shards: int | None = None,
-        shards: Sequence[int] | None = None,
         num_batches: int | None = None,
         prefetch: int = 8,
         timeout: float = 300.0,
@@ -86,22 +75,22 @@ class Loader:
                 f"got {type(rows_of_shard).__name__}."
             )
         num_shards = math.gcd(batch_size, 8) if num_shards is None else num_shards
-        self.shards = list(host_shards(num_shards) if shards is None else sorted(shards))
-        _check(batch_size, num_shards, self.shards)
-        self._is_fixed = shards is not None
+        if num_shards < 1 or batch_size < 1 or batch_size % num_shards:
+            raise ValueError(
+                f"batch_size must be a positive multiple of num_shards, got batch_size={batch_size} and "
+                f"num_shards={num_shards}: every shard owns the same number of rows."
+            )
         if not (prefetch >= 1 and timeout > 0):  # nor NaN
             raise ValueError(f"prefetch must be at least 1 and timeout positive, got {prefetch} and {timeout}.")
         if num_batches is not None and not num_batches >= 0:
             raise ValueError(f"num_batches must be at least 0, or None to read all, got {num_batches}.")
         self._rows_of_shard, self._batch_size, self.num_shards = rows_of_shard, batch_size, num_shards
         self._num_batches, self._prefetch, self._timeout = num_batches, prefetch, timeout
-        held = np.arange(batch_size).reshape(num_shards, -1)[self.shards].reshape(-1)
-        self._returned = np.full(held.size, True) if shards is not None else np.isin(held, _equal_share(batch_size))
-        self.rows = self._counted_rows = held[self._returned]
         self.wait_seconds, self._bad_records = 0.0, bad_records
         self._readers: dict[int, Reader] = {}
         weakref.finalize(self, stop_readers, self._readers)  # a forgotten loader stops its threads
-        self.reset()
+        self._set_rows(_equal_share(batch_size))
+        self._counted_rows = self.rows
 
     def __iter__(self) -> "Loader":
         return self
@@ -145,22 +134,17 @@ class Loader:
             sharding: A `jax.sharding.NamedSharding` of the batch.
 
         Raises:
-            ValueError: when the loader was given `shards` with other rows, has already returned batches of other rows,
-                or `batch_size` does not divide over the mesh.
+            ValueError: when the loader has already returned batches of other rows, or `batch_size` does not divide over
+                the mesh.
         """
         rows, counted = _rows_of_process(sharding, self._batch_size)
         if not np.array_equal(rows, self.rows):
-            if self._is_fixed or self.batches:
+            if self.batches:
                 raise ValueError(
                     f"This process's devices hold the rows {', '.join(ranges(rows))} of each global batch, but its loader "
-                    f"returns {', '.join(ranges(self.rows))}: omit shards=, and let the loader follow the mesh before its "
-                    "first batch."
+                    f"returns {', '.join(ranges(self.rows))}: let the loader follow the mesh before its first batch."
                 )
-            size = self._batch_size // self.num_shards
-            self.shards = sorted({int(row) // size for row in rows})
-            self._returned = np.isin([s * size + i for s in self.shards for i in range(size)], rows)
-            self.rows = rows
-            self.reset()
+            self._set_rows(rows)
         self._counted_rows = counted
 
     def get_state(self) -> dict[str, State]:
@@ -188,6 +172,13 @@ class Loader:
         """Stops prefetching. The loader keeps its position and continues reading at the next batch."""
         stop_readers(self._readers)
         self._ready = {}
+
+    def _set_rows(self, rows: np.ndarray) -> None:
+        """Returns these rows from the first batch on."""
+        size = self._batch_size // self.num_shards
+        self.rows, self.shards = rows, sorted({int(row) // size for row in rows})
+        self._returned = np.isin([s * size + i for s in self.shards for i in range(size)], rows)
+        self.reset()
 
     def _start(self, batches: int, states: dict[int, Any]) -> None:
         self.close()
@@ -277,28 +268,12 @@ class Loader:
         return batches.pop(), {s: state[str(s)]["iterator"] for s in self.shards}
 
 
-def _check(batch_size: int, num_shards: int, shards: list[int]) -> None:
-    if num_shards < 1 or batch_size < 1 or batch_size % num_shards:
-        raise ValueError(
-            f"batch_size must be a positive multiple of num_shards, got batch_size={batch_size} and "
-            f"num_shards={num_shards}: every shard owns the same number of rows."
-        )
-    if not shards or len(set(shards)) != len(shards) or shards[0] < 0 or shards[-1] >= num_shards:
-        raise ValueError(f"shards must be distinct numbers from 0 to {num_shards - 1}, at least one, got {shards}.")
-
-
-def _position(host: int | None, num_hosts: int | None) -> tuple[int, int]:
-    if host is not None and num_hosts is not None:
-        return host, num_hosts
+def _equal_share(batch_size: int) -> np.ndarray:
+    """Returns this process's rows if all have equally many."""
     import jax
 
-    return jax.process_index(), jax.process_count()
-
-
-def _equal_share(batch_size: int) -> range:
-    """Returns this host's rows if all hosts have equally many."""
-    host, num_hosts = _position(None, None)
-    return range(host * batch_size // num_hosts, (host + 1) * batch_size // num_hosts)
+    process, count = jax.process_index(), jax.process_count()
+    return np.arange(process * batch_size // count, (process + 1) * batch_size // count)
 
 
 def _rows_of_process(sharding: Any, batch_size: int) -> tuple[np.ndarray, np.ndarray]:

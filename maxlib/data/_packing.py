@@ -1,6 +1,5 @@
 """Packs documents of any length into rows of one length."""
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from grain.experimental import (
     FirstFitPackIterDataset,
     WithOptionsIterDataset,
 )
-from jaxtyping import Int32
 
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
@@ -111,46 +109,6 @@ def pack(
         pieces, length_struct=lengths | room.sizes, num_packing_bins=bins, meta_features=room.uncounted
     )
     return packed.map(lambda columns: room.fill(_as_row(columns), columns))
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Statistics of rows. `a + b` adds them."""
-
-    rows: int = 0
-    slots: int = 0
-    tokens: int = 0
-    targets: int = 0
-    pieces: int = 0
-    documents: int = 0
-
-    @property
-    def padding(self) -> float:
-        """Returns the fraction of slots without a token."""
-        return 1 - self.tokens / self.slots if self.slots else 0.0
-
-    def __add__(self, other: "Statistics") -> "Statistics":
-        return Statistics(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
-
-
-def statistics(batch: Mapping[str, Int32[np.ndarray, "B T"]]) -> Statistics:
-    """Computes the statistics of a batch.
-
-    `pieces` counts all segments, and `documents` those whose last token has no target: where a document ends, and where
-    a chat is cut within a turn that is not learned.
-    """
-    segments, targets = batch["segment_ids"], batch["targets"]
-    used = segments > 0
-    following = np.concatenate([segments[:, 1:], np.zeros_like(segments[:, :1])], axis=1)
-    last = used & (segments != following)
-    return Statistics(
-        rows=segments.shape[0],
-        slots=segments.size,
-        tokens=int(used.sum()),
-        targets=int((targets >= 0).sum()),
-        pieces=int(last.sum()),
-        documents=int((last & (targets < 0)).sum()),
-    )
 
 
 class _PiecesIterator(CountingIterator):

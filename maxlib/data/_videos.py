@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from maxlib.data._images import Gemma4ImageProcessor, ImageProcessor, open_image, pixels_field, resize
+from maxlib.data._images import (
+    ImageProcessor,
+    largest_size,
+    open_image,
+    pixels_field,
+    processor_class,
+    read_processor,
+)
 
 if TYPE_CHECKING:
     from maxlib.nn.vision import Patches
 
-_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
+_FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 _USUAL_RATE = 24.0  # of frames whose rate is not known, as in transformers
 
@@ -80,15 +87,9 @@ class VideoProcessor(ImageProcessor):
             FileNotFoundError: when it has no such file.
             ValueError: when its videos are prepared in an unsupported way.
         """
-        path, fields = _read_fields(Path(directory))
-        kind, known = (
-            str(fields.get("video_processor_type")),
-            [VideoProcessor, Qwen3VideoProcessor, Gemma4VideoProcessor],
-        )
-        processor = next((cls for cls in known if kind in cls.prepares), None)
-        if processor is None:
-            names = ", ".join(name for cls in known for name in cls.prepares)
-            raise ValueError(f"{path}: videos are prepared by {names}, this model's by {kind}: make Patches yourself")
+        path, fields = read_processor(Path(directory), "video_processor", "videos", _FILES)
+        known = (VideoProcessor, Qwen3VideoProcessor, Gemma4VideoProcessor)
+        processor = processor_class(path, fields, "video_processor_type", known)
         config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
         return processor._read(path, fields, config)
 
@@ -159,20 +160,10 @@ class VideoProcessor(ImageProcessor):
 
     def __call__(self, image: Sequence[Any] | np.ndarray) -> "Patches":
         """Returns the patches of the frames of one video, all of one size, and a grid for each group of them."""
-        from maxlib.nn.vision import Patches
-
         pictures = [open_image(frame) for frame in image]
         if len({picture.size for picture in pictures}) != 1:
             raise ValueError(f"the frames of a video must have one size, got {sorted({p.size for p in pictures})}")
-        size = self.frame_size(len(pictures), pictures[0].height, pictures[0].width)
-        values = np.stack([np.asarray(resize(picture, *size), np.float32) for picture in pictures]) / 255
-        values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
-        values = np.concatenate([values, np.repeat(values[-1:], -len(values) % self.frames, axis=0)])
-        (H, W), p, m, f = size, self.patch_size, self.merge, self.frames
-        # [t, f, y, m, p, x, m, p, C] -> [t, y, x, m, m, C, f, p, p]
-        cut = values.reshape(-1, f, H // (p * m), m, p, W // (p * m), m, p, 3).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-        grids = np.tile(np.array([[1, H // p, W // p]], np.int32), (len(cut), 1))
-        return Patches(cut.reshape(-1, self.patch_dim), grids)
+        return self.cut(pictures, self.frame_size(len(pictures), pictures[0].height, pictures[0].width))
 
     def frame_size(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that each of `count` chosen frames is resized to."""
@@ -268,6 +259,7 @@ class Gemma4VideoProcessor(Qwen3VideoProcessor):
     num_frames: int | None = 32
 
     prepares: ClassVar[tuple[str, ...]] = ("Gemma4VideoProcessor",)
+    colors_last: ClassVar[bool] = True
 
     @classmethod
     def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "Gemma4VideoProcessor":
@@ -292,42 +284,12 @@ class Gemma4VideoProcessor(Qwen3VideoProcessor):
 
     def frame_size(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that each of `count` chosen frames is resized to."""
-        return self._image_processor.size(height, width)
-
-    def __call__(self, image: Sequence[Any] | np.ndarray) -> "Patches":
-        """Returns the patches of the frames of one video; see `VideoProcessor`."""
-        from maxlib.nn.vision import Patches
-
-        patches, side = super().__call__(image), self.patch_size
-        # The colors of a pixel are adjacent: [n, C, a, b] -> [n, a, b, C]
-        pixels = np.asarray(patches.pixels).reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
-        return Patches(pixels.reshape(len(pixels), -1), patches.grids)
+        return largest_size(height, width, side=self.patch_size * self.merge, count=self.max_squares)
 
     def text(self, times: Float[np.ndarray, " T"], name: Callable[[int], str]) -> str:
         """Returns the minute and second of each frame, and its placeholder."""
         begin, token, end = map(name, (self.begin_token, self.image_token, self.end_token))
         return " ".join(f"{int(t // 60):02d}:{int(t % 60):02d} {begin}{token}{end}" for t in times)
-
-    @property
-    def _image_processor(self) -> Gemma4ImageProcessor:
-        return Gemma4ImageProcessor(
-            image_token=self.image_token,
-            begin_token=self.begin_token,
-            end_token=self.end_token,
-            patch_size=self.patch_size,
-            merge=self.merge,
-            max_squares=self.max_squares,
-        )
-
-
-def _read_fields(directory: Path) -> tuple[Path, dict[str, Any]]:
-    outer = directory / "processor_config.json"
-    if outer.exists() and (fields := json.loads(outer.read_text(encoding="utf-8")).get("video_processor")):
-        return outer, fields
-    path = next((directory / name for name in _FILES if (directory / name).exists()), None)
-    if path is None:
-        raise FileNotFoundError(f"{directory} has none of {list(_FILES)}: its model reads no videos")
-    return path, json.loads(path.read_text(encoding="utf-8"))
 
 
 def _chosen(

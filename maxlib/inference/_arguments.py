@@ -114,16 +114,11 @@ def _check_prompt(row: int, prompt: Any, vocab: int | None) -> list[int]:
     integers = np.issubdtype(ids.dtype, np.integer) and not (
         isinstance(prompt, Sequence) and _BOOLS & {*map(type, prompt)}
     )
-    if ids.ndim == 0 and integers:
-        raise ValueError(
-            "prompts must be a list of prompts, each of which is a list of ids; got ids: put them in a list"
-        )
-    if ids.shape == (0,):
-        raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's BOS id")
-    if ids.ndim != 1 or not integers:
+    if ids.ndim != 1 or not ids.size or not integers:
         raise ValueError(
             f"prompt {row} must consist of integer ids, got {_described(prompt)}: encode text first, with "
-            "tokenizer.encode(text).ids"
+            "tokenizer.encode(text).ids, put the ids of one prompt in a list, and begin an empty one with the "
+            "tokenizer's BOS id"
         )
     limit = _INT32 if vocab is None else vocab
     if ids.min() < 0 or ids.max() >= limit:

@@ -32,10 +32,9 @@ from maxlib.inference._generate import (
     right_padded,
     shared_capacity,
 )
+from maxlib.inference._memory import Memory, Prefill
 from maxlib.inference._pages import (
     NOWHERE,
-    Blocks,
-    Caches,
     Making,
     Paging,
     gather_view,
@@ -45,14 +44,11 @@ from maxlib.inference._pages import (
     with_blocks,
 )
 from maxlib.inference._requests import (
-    SHORTEST_PREFIX,
     LogitsProcessor,
     Options,
     Request,
     bias_of,
-    common_length,
     features_of,
-    have_equal_inputs,
     inputs_by_prompt,
     power_of_two,
     settings_of,
@@ -75,33 +71,6 @@ from maxlib.inference._slots import (
 from maxlib.inference._text import StopTexts
 
 _FEWEST_ROWS = 8  # of a step, unless the engine has fewer slots: each number of rows is a program
-
-
-@dataclasses.dataclass
-class _Prefill:
-    """A text that is being computed, chunk by chunk: a prompt, and what was drawn of it before its blocks were needed.
-
-    Attributes:
-        request: Whose text it is.
-        text: The text.
-        slot: The slot that it will have.
-        shared: Blocks that have its beginning.
-        num_blocks: Number of blocks for which `caches` has room.
-        caches: Caches of one row.
-        hidden: Hidden state of its last token.
-        num_done: Number of tokens computed.
-        routes: Their routes in pieces, if they are recorded.
-    """
-
-    request: Request
-    text: list[int]
-    slot: int
-    shared: list[int]
-    num_blocks: int
-    caches: Caches | None = None
-    hidden: Any = None
-    num_done: int = 0
-    routes: list[Any] = dataclasses.field(default_factory=list)
 
 
 class _Turns:
@@ -221,15 +190,11 @@ class LocalEngine:
         """Empties all slots and queues."""
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: list[Request | None] = [None] * self.slots
-        self._cached: list[Request] = []  # rows whose tokens blocks hold, the least recently used first
         self._owners: list[Request | None] = [None] * self.slots  # whose state a slot holds
-        self._last_use = [0] * self.slots
         self._clock = itertools.count(1)
-        self._job: _Prefill | None = None
-        self._prompt: _Prefill | None = None  # the last prompt that was computed
-        self._size = 0  # maximum number of tokens in a row
+        self._job: Prefill | None = None
         self._width, self._last_slots = 0, list[int]()  # blocks of a row, and slots, in the last step
-        self._blocks = Blocks()
+        self._memory = Memory(self._block)
         self._paging: Paging | None = None
         self._state: Slots | None = None
         self._features = Features()
@@ -261,11 +226,7 @@ class LocalEngine:
         with self._turns:
             self.generator.update(weights)
             self.version = self.version + 1 if version is None else version
-            ended = [row for row in self._cached if row.done]
-            self._cached = []
-            for row in ended:
-                self._finish(row)
-            self._keep_prompt(None)
+            self._memory.forget_all()
             if self._job is not None:
                 self._put_back(self._job.request)
 
@@ -572,7 +533,7 @@ class LocalEngine:
                 row._fail(RuntimeError("the request was cancelled"))
             if row is not None and row.done:
                 self._rows[slot] = None
-                self._finish(row)
+                self._memory.end(row)
 
     def _admit(self) -> None:
         """Computes waiting prompts for free slots: all if no row is running, else up to a chunk of tokens."""
@@ -584,43 +545,43 @@ class LocalEngine:
                 return
             num_computed += self._advance(self._job)
 
-    def _next_job(self) -> _Prefill | None:
+    def _next_job(self) -> Prefill | None:
         """Assigns the next request to a free slot, if there are blocks for it."""
         while self._waiting and self._waiting[0]._cancelled:
             self._waiting.popleft()._fail(RuntimeError("the request was cancelled"))
         if not self._waiting or None not in self._rows or not self._fit():
             return None
         assert self._paging is not None
-        request = self._waiting[0]
-        text, last = [*request.prompt, *request.tokens], self._prompt
+        memory, request = self._memory, self._waiting[0]
+        text = [*request.prompt, *request.tokens]
         free = [slot for slot, row in enumerate(self._rows) if row is None]
-        slot, source, length = min(free, key=lambda slot: self._last_use[slot]), None, 0
-        is_last = last is not None and last.text == text and have_equal_inputs(last.request, request)
-        if last is not None and is_last:
+        slot, source, length, shared = min(free, key=self._age), None, 0, []
+        last = memory.prompt_of(request, text)
+        if last is not None:
             shared = last.shared
-        else:
-            source, length = self._longest_prefix(request, text) if self.reuse else (None, 0)
+        elif self._is_kept(request):
+            source, length = memory.longest_prefix(text, self._rows, rewinds=self._rewinds, num_ahead=int(self._mtp))
             shared = [] if source is None else source._blocks[: length // self._block]
         # Rows that cannot be computed again in the same way get all their blocks at once.
         total = len(text) + 1 if self._splits else len(request.prompt) + request._limit
-        num_new = self._num_blocks(total) - len(shared)
-        self._blocks.share(shared)
+        num_new = memory.num_blocks(total) - len(shared)
+        memory.share(shared)
         # What the source's blocks hold stays until something else is stored there, also if it must give them back.
         of_source = [] if source is None else list(source._blocks)
         # A block for each row that grows, which would otherwise soon take this row's.
-        num_growing = sum(self._num_blocks(len(row.prompt) + row._limit) > len(row._blocks) for row in self._running())
-        if not self._make_room(num_new + num_growing):
-            self._blocks.release(shared)
+        num_growing = sum(memory.num_blocks(len(row.prompt) + row._limit) > len(row._blocks) for row in self._running())
+        if not memory.make_room(num_new + num_growing):
+            memory.release(shared)
             return None
         self._waiting.popleft()
-        request._blocks = [*shared, *self._blocks.take(num_new)]
+        request._blocks = [*shared, *memory.take(num_new)]
         request._order = request._order or next(self._clock)
-        if last is not None and is_last:
+        if last is not None:
             return dataclasses.replace(last, request=request, slot=slot)
-        job = _Prefill(request, text, slot, shared, self._view(len(text) + 1))
+        job = Prefill(request, text, slot, shared, memory.num_read(len(text) + 1))
         if source is not None:
             assert self._state is not None
-            table = table_of(of_source[: self._num_blocks(length)], job.num_blocks)
+            table = table_of(of_source[: memory.num_blocks(length)], job.num_blocks)
             job.caches = read_row(self._state.caches, table, np.int32(source._slot), length, paging=self._paging)
             job.num_done, request.cached = length, min(length, len(request.prompt))
             job.routes = [np.concatenate(source._routes)[:length]] if source._routes else []
@@ -629,23 +590,32 @@ class LocalEngine:
                 job.slot = source._slot
         return job
 
+    def _age(self, slot: int) -> int:
+        """Returns a number that is smaller for a slot whose last row began earlier."""
+        owner = self._owners[slot]
+        return 0 if owner is None else owner._order
+
+    def _is_kept(self, request: Request) -> bool:
+        """Returns whether the text of a request is kept for others, and may begin as one that is."""
+        return self.reuse and self._splits and not request._inputs
+
     def _fit(self) -> bool:
         """Makes room for the longest request that waits; returns False while rows run that must end before."""
         limit = getattr(self.generator.model, "max_length", None) or 1 << 62
         needed = max(len(request.prompt) + request._limit for request in self._waiting)
-        size = self._num_blocks(self.capacity or self.cache_tokens or min(shared_capacity(needed), limit)) * self._block
-        if 4 * size <= self._size and not (any(self._rows) or self._pending):
+        length = self.capacity or self.cache_tokens or min(shared_capacity(needed), limit)
+        size = self._memory.num_blocks(length) * self._block
+        if 4 * size <= self._memory.size and not (any(self._rows) or self._pending):
             self._drop_caches()
-        if size <= self._size:
+        if size <= self._memory.size:
             return True
         paging = Paging.of(self.generator.model, self._making(size))
         if self._paging not in (None, paging):  # a window has become shorter than the rows
             if any(self._rows) or self._pending:
                 return False
             self._drop_caches()
-        self._paging, self._size = paging, size
-        count = (self.cache_tokens or self.slots * size) // self._block
-        self._blocks.add(count - len(self._blocks))
+        self._paging, count = paging, (self.cache_tokens or self.slots * size) // self._block
+        self._memory.grow(size, count)
         if self._state is not None:
             caches = with_blocks(self._state.caches, paging=paging, num_blocks=count)
             self._state = dataclasses.replace(self._state, caches=caches)
@@ -653,43 +623,18 @@ class LocalEngine:
 
     def _drop_caches(self) -> None:
         """Forgets all caches; no row is running."""
-        for row in self._cached:
-            row._blocks = []
-        self._cached, self._owners, self._prompt = [], [None] * self.slots, None
-        self._size, self._blocks, self._paging, self._state = 0, Blocks(), None, None
-
-    def _num_blocks(self, length: int) -> int:
-        """Returns the number of blocks that hold `length` tokens."""
-        return -(-length // self._block)
-
-    def _view(self, length: int) -> int:
-        """Returns the number of blocks that a program reads for rows of up to `length` tokens: few numbers, so that
-        similar lengths share a program.
-        """
-        least = max(256 // self._block, 1)
-        return min(max(least, 1 << (self._num_blocks(length) - 1).bit_length()), self._size // self._block)
-
-    def _make_room(self, count: int) -> bool:
-        """Frees blocks of texts that are only kept for reuse, the least recently used first, until `count` are free."""
-        while self._blocks.num_free < count:
-            ended = next((row for row in self._cached if row.done), None)
-            if ended is not None:
-                self._cached.remove(ended)
-                self._finish(ended)
-            elif self._prompt is not None and self._prompt.shared:
-                self._keep_prompt(None)
-            else:
-                return False
-        return True
+        self._owners = [None for _ in range(self.slots)]
+        self._memory = Memory(self._block)
+        self._paging, self._state = None, None
 
     def _take_blocks(self) -> None:
         """Gives each row the blocks that its next step needs; if there are none, the newest row must wait again."""
         for row in sorted(self._running(), key=lambda row: row._order):
             while row in self._rows:
                 length = len(row.prompt) + min(row._issued + self.num_drafts, row._limit)
-                missing = self._num_blocks(length) - len(row._blocks)
-                if missing <= 0 or self._make_room(missing):
-                    row._blocks += self._blocks.take(max(missing, 0))
+                missing = self._memory.num_blocks(length) - len(row._blocks)
+                if missing <= 0 or self._memory.make_room(missing):
+                    row._blocks += self._memory.take(max(missing, 0))
                     break
                 if self._pending:  # rows may have ended
                     self._read_all_but(0)
@@ -704,54 +649,16 @@ class LocalEngine:
             self._job = None
         else:
             self._rows[self._rows.index(request)] = None
-        if request in self._cached:
-            self._cached.remove(request)
-        self._finish(request)
+        self._memory.forget(request)
+        self._memory.end(request)
         self._waiting.appendleft(request)
 
-    def _finish(self, row: Request) -> None:
-        """Releases the blocks of a row, unless they are kept for reuse."""
-        if row not in self._cached:
-            self._blocks.release(row._blocks)
-            row._blocks = []
-
-    def _keep_prompt(self, job: _Prefill | None) -> None:
-        """Keeps a computed prompt for its next completion, instead of the last one."""
-        if self._prompt is not None:
-            self._blocks.release(self._prompt.shared)
-        if job is not None:
-            job.shared = job.request._blocks[: len(job.text) // self._block]
-            self._blocks.share(job.shared)
-        self._prompt = job
-
-    def _longest_prefix(self, request: Request, text: list[int]) -> tuple[Request | None, int]:
-        """Returns the row with the longest beginning of a text, and its length; 0 if none is useful."""
-        best: Request | None = None
-        longest = SHORTEST_PREFIX - 1
-        if request._inputs or not self._splits:
-            return None, 0
-        for row in self._cached:
-            cached = row.prompt + row.tokens[:-1]  # the last token has not been run
-            length = common_length(cached, text)
-            if self._rewinds:
-                # The hidden state of the last one is needed, and the MTP module also read the token after each one.
-                length = min(length - self._mtp, len(text) - 1)
-            elif row in self._rows or length < len(cached) or length == len(text):
-                continue  # a state is that of all its tokens
-            if length > longest:
-                best, longest = row, length
-        if best is None:
-            return None, 0
-        self._cached.remove(best)
-        self._cached.append(best)
-        return best, longest
-
-    def _advance(self, job: _Prefill) -> int:
+    def _advance(self, job: Prefill) -> int:
         """Computes the next chunk of a prompt, starts its row after the last one, and returns the number of tokens."""
         request, make = job.request, self.generator
         if request._cancelled:
             request._fail(RuntimeError("the request was cancelled"))
-            self._finish(request)
+            self._memory.end(request)
             self._job = None
             return 0
         num_left = len(job.text) - job.num_done
@@ -769,7 +676,7 @@ class LocalEngine:
                     valid,
                     after,
                     request._inputs,
-                    making=self._making(self._size),
+                    making=self._making(self._memory.size),
                     paging=self._paging,
                     num_blocks=job.num_blocks,
                     record=self.record_routes,
@@ -787,7 +694,7 @@ class LocalEngine:
             self._job = None
         return count
 
-    def _insert(self, job: _Prefill) -> None:
+    def _insert(self, job: Prefill) -> None:
         """Starts the row of a text that is computed."""
         request, slot, vocab = job.request, job.slot, self.generator.vocab
         state, paging = self._state, self._paging
@@ -797,7 +704,7 @@ class LocalEngine:
                 job.caches,
                 request._key,
                 slots=self.slots,
-                num_blocks=len(self._blocks),
+                num_blocks=len(self._memory),
                 num_drafts=self.num_drafts if self._mtp or self._drafter is not None else 0,
                 paging=paging,
             )
@@ -834,13 +741,12 @@ class LocalEngine:
         if job.routes:  # a row that is computed again keeps those of its draws
             request._routes.append(np.concatenate(job.routes)[sum(map(len, request._routes)) :])
         self._rows[slot] = None if request._issued == request._limit else request
-        former, self._owners[slot], self._last_use[slot] = self._owners[slot], request, next(self._clock)
-        if former is not None and former in self._cached and not self._rewinds:  # its state is gone
-            self._cached.remove(former)
-            self._finish(former)
-        if self.reuse and self._splits and not request._inputs:
-            self._cached.append(request)
-        self._keep_prompt(job)
+        former, self._owners[slot] = self._owners[slot], request
+        if former is not None and not self._rewinds:  # its state is gone
+            self._memory.forget(former)
+        if self._is_kept(request):
+            self._memory.cached.append(request)
+        self._memory.keep_prompt(job)
         self._pending.append(([_Drawing(0, slot, request, self.version)], draws))
 
     def _start(self) -> None:
@@ -854,7 +760,7 @@ class LocalEngine:
         self.num_steps += 1
         drafts, num_drafts = draft_tokens(rows, self.num_drafts, by_model=self._mtp or self._drafter is not None)
         self.num_drafted += int(num_drafts.sum())
-        width = self._view(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
+        width = self._memory.num_read(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
         tables = np.stack([table_of([] if row is None else row._blocks, width) for row in rows])
         if self.cache_tokens is None and (
             self._state.view is None or (slots, width) != (self._last_slots, self._width)
@@ -931,7 +837,7 @@ class LocalEngine:
             row._issued = max(row._issued, len(row.tokens))
             if row.done:
                 self._rows[slot] = None if self._rows[slot] is row else self._rows[slot]
-                self._finish(row)
+                self._memory.end(row)
             row._tell()
 
     def _fail_all(self, error: BaseException) -> None:

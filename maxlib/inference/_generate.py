@@ -5,8 +5,6 @@ Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabul
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
@@ -16,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from maxlib import nn, sharding
+from maxlib import nn
 from maxlib.hardware import current_device
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
@@ -83,9 +81,8 @@ class Generator:
     def __init__(self, model: Any, *, dtype: Any = jnp.bfloat16, cache_dtype: Any = None, seed: int = 0):
         if isinstance(model, nn.mtp.Drafter):
             raise ValueError(
-                f"{type(model).__name__} drafts for another model and generates no text itself: make a Generator of "
-                "the target, "
-                "and pass this model as drafter= to inference.speculate"
+                f"{type(model).__name__} drafts for another model and generates no text itself: make a LocalEngine of "
+                "the target, with this model as drafter="
             )
         self.model = prepared(model, dtype)
         self.packed = Packed.of(self.model)
@@ -213,11 +210,10 @@ class Generator:
                 return
 
     def _prefill(self, texts, seen, keys, step, sampler, capacity):
-        """Returns the next token of each text, and a cache of the texts; equal texts in a row are computed once."""
-        count = 1 if seen else _repeats(texts)
-        tokens, valid = right_padded(texts[::count], most=capacity)
+        """Returns the next token of each text, and a cache of the texts."""
+        tokens, valid = right_padded(texts, most=capacity)
         options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
-        return _prefill(self.packed, tokens, valid, seen, keys, step, count=count, **options)
+        return _prefill(self.packed, tokens, valid, seen, keys, step, **options)
 
 
 def generate(
@@ -268,32 +264,27 @@ def generate(
 _keys = Keys(0)  # for calls of `generate` without a key
 
 
-@functools.partial(jax.jit, static_argnames=("count", "sampler", "capacity", "dtype", "cache_dtype"))
+@functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
     packed: Packed,
-    tokens: Int[Array, "P T"],
-    valid: Bool[Array, "P T"],
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
     seen,
     keys: Key[Array, " B"],
     step,
     *,
-    count,
     sampler,
     capacity,
     dtype,
     cache_dtype,
 ):
-    """Runs P prompts, and returns the first new tokens and the cache of B = P count rows, `count` of each prompt."""
+    """Runs prompts, and returns the first new tokens and the cache."""
     model = packed.unpacked()
-    empty = functools.partial(empty_cache, model, capacity=capacity, dtype=cache_dtype)
-    out = model(tokens, valid=valid, cache=empty(tokens.shape[0]), dtype=dtype, **seen)
-    # [P, T, D] -> [P, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
+    cache = empty_cache(model, len(tokens), capacity, cache_dtype)
+    out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
+    # [B, T, D] -> [B, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
     last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
-    cache = out.cache
-    if count > 1:
-        last = jnp.repeat(last, count, axis=0)  # [P, 1, D] -> [B, 1, D]
-        cache = jax.tree.map(functools.partial(_repeated, count), cache, jax.eval_shape(lambda: empty(len(last))))
-    return _draw(model, last, keys, step, sampler), cache
+    return _draw(model, last, keys, step, sampler), out.cache
 
 
 def empty_cache(model: Any, rows: int, capacity: int, dtype: Any) -> nn.cache.Cache:
@@ -301,23 +292,6 @@ def empty_cache(model: Any, rows: int, capacity: int, dtype: Any) -> nn.cache.Ca
     with jax.ensure_compile_time_eval():
         length = jnp.zeros(rows, jnp.int32)
     return dataclasses.replace(model.init_cache(rows, capacity, dtype=dtype), length=length)
-
-
-def _repeated(count: int, x: Array, like: jax.ShapeDtypeStruct) -> Array:
-    """Repeats an array of a cache along its axis of rows, in which `like` is longer; it may have none."""
-    axis = next((axis for axis, size in enumerate(x.shape) if size != like.shape[axis]), None)
-    return x if axis is None else jnp.repeat(x, count, axis=axis)
-
-
-def _repeats(texts: Sequence[Sequence[int]]) -> int:
-    """Returns the largest count such that each text occurs in a multiple of it, one after the other.
-
-    On a mesh that splits the rows, the different texts must still divide over it; otherwise it is 1.
-    """
-    count = math.gcd(*(len(list(run)) for _, run in itertools.groupby(texts)))
-    layout = sharding.current()
-    divides = layout is None or len(texts) // count % layout.axis_size("batch") == 0
-    return count if divides else 1
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "dtype"), donate_argnames="cache")

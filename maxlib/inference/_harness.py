@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from rich.progress import track
 
 from maxlib.inference._bits_per_byte import score_documents
 from maxlib.inference._chat import read_model, stop_tokens
+from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._generate import Generator
+from maxlib.inference._requests import Request
 from maxlib.inference._sampling import GREEDY, Sampler
-from maxlib.inference._scoring import Score, continue_until, score
+from maxlib.inference._scoring import Score, score
 from maxlib.tokenization import ChatTemplate, load_tokenizer, special_tokens
 from maxlib.weights import model_directory
 
@@ -216,56 +219,46 @@ class Harness(_TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Continues each prompt up to the task's `until`, or the end of the text."""
-        texts = [""] * len(requests)
-        batches = list(self._of_equal_options(requests))
-        for i, numbers in enumerate(track(batches, "generate_until", disable=disable_tqdm)):
-            prompts, options = [requests[n].args[0] for n in numbers], requests[numbers[0]].args[1]
-            for n, text in zip(numbers, self._continued(prompts, options, i), strict=True):
-                texts[n] = text
-                self.cache_hook.add_partial("generate_until", requests[n].args, text)
+        # A special token may be one of `until`; answers have none.
+        with_special = types.SimpleNamespace(decode=functools.partial(self._decode, special=True))
+        engine = LocalEngine(
+            self.generator.model, slots=self._batch, tokenizer=with_special, dtype=self.generator.dtype
+        )
+        submitted = [self._submit(engine, n, *request.args) for n, request in enumerate(requests)]
+        texts = []
+        progress = track(submitted, "generate_until", disable=disable_tqdm)
+        for request, (running, until) in zip(requests, progress, strict=True):
+            tokens = [token for token in running.result().tokens if token not in self._stop_token_ids]
+            texts.append(_before(self._decode(tokens), until))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
-    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> list[Score]:
-        scores = self._scores(requests, disable_tqdm)
-        for request, value in zip(requests, scores, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request[0], value)
-        return scores
-
-    def _scores(self, requests: Any, disable_tqdm: bool) -> list[Score]:
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        scored = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
-        return [
-            pair_score
-            for _, pair_score in sorted(track(scored, "loglikelihood", total=len(pairs), disable=disable_tqdm))
-        ]
-
-    def _of_equal_options(self, requests: Any) -> Iterator[list[int]]:
-        """Yields the indices of requests to generate at once: with equal options, the longest first."""
-        groups: dict[str, list[int]] = {}
-        for n, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(n)
-        for numbers in groups.values():
-            numbers.sort(key=lambda n: -len(requests[n].args[0]))
-            yield from (numbers[i : i + self._batch] for i in range(0, len(numbers), self._batch))
-
-    def _continued(self, prompts: Sequence[str], options: dict[str, Any], batch: int) -> list[str]:
-        """Returns the answers of one batch."""
+    def _submit(self, engine: LocalEngine, n: int, prompt: str, options: dict[str, Any]) -> tuple[Request, list[str]]:
+        """Starts the answer to a prompt, and returns it with the texts that end it."""
         until, most, sampler = _options(options, self.max_gen_toks)
         if not 0 < most < self.max_length:
             raise ValueError(
                 f"the task asks for {most} new tokens; there must be 1 to {self.max_length - 1} (max_length - 1)"
             )
-        key = jax.random.fold_in(jax.random.key(0) if self._key is None else self._key, batch)
-        return continue_until(
-            self.generator,
-            [self.tok_encode(prompt)[-(self.max_length - most) :] for prompt in prompts],
-            decode=self._decode,
-            until=[*until, self._decode([self._eos], special=True)],
-            stop_token_ids=self._stop_token_ids,
+        until = [text for text in [*until, self._decode([self._eos], special=True)] if text]
+        request = engine.submit(
+            self.tok_encode(prompt)[-(self.max_length - most) :],
             max_new_tokens=most,
             sampler=sampler,
-            key=key,
+            stop_token_ids=self._stop_token_ids,
+            stop=until,
+            key=jax.random.fold_in(jax.random.key(0) if self._key is None else self._key, n),
         )
+        return request, until
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> list[Score]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        scored = score(self.generator, pairs, batch_size=self._batch, max_length=self.max_length)
+        scored = track(scored, "loglikelihood", total=len(pairs), disable=disable_tqdm)
+        scores = [pair_score for _, pair_score in sorted(scored)]
+        for request, value in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], value)
+        return scores
 
     def _decode(self, ids: list[int], *, special: bool = False) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=not special)
@@ -291,3 +284,10 @@ def _options(options: dict[str, Any], most: int) -> tuple[list[str], int, Sample
             f"to sample; got {options or {'do_sample': draws}}"
         )
     return [until] if isinstance(until, str) else list(until), most, Sampler(**filters) if draws else GREEDY
+
+
+def _before(text: str, until: Sequence[str]) -> str:
+    """Cuts a text at each of `until` in order, as lm-eval does: of overlapping texts the first one counts."""
+    for end in until:
+        text = text.split(end)[0]
+    return text

@@ -2,94 +2,35 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
 
 from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._openai_fields import BadRequest, ChatFields, CompletionFields, Fields
 from maxlib.inference._processors import Grammar, LogitBias
 from maxlib.inference._requests import LogitsProcessor, Request
 from maxlib.inference._text import TextWriter, overlap
-from maxlib.inference._tool_calls import CALL_MARKERS, ToolCall, ToolFormat, parse_tool_calls, tool_call_format
+from maxlib.inference._tool_calls import CALL_MARKERS, ToolCall, ToolFormat, parse_tool_calls
 from maxlib.tokenization import ChatTemplate
 
 logger = logging.getLogger(__name__)
 _IMPOSSIBLE = -9999.0  # what is written for a probability of zero, as JSON has no infinity
 _BEGINNING = 16  # characters a token of the maximum length, after which a text is surely too long, or mostly spaces
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
-
-
-def openai_app(
-    engine: LocalEngine,
-    tokenizer: Any,
-    *,
-    name: str,
-    template: ChatTemplate | None = None,
-    stop_token_ids: Collection[int] = (),
-    tool_format: ToolFormat | None = None,
-    max_length: int | None = None,
-    max_body: int = 16 << 20,
-    max_waiting: int = 1024,
-    api_key: str | None = None,
-) -> Any:
-    """Makes an ASGI application that answers OpenAI's completions and chat completions with an engine.
-
-    It has `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics` (Prometheus). Logs hold
-    neither keys nor texts. Run it with `uvicorn.run(app)`, or `maxlib serve`.
-
-    Args:
-        engine: The engine, made with `tokenizer=` so that texts can end a completion.
-        tokenizer: A `tokenizers.Tokenizer`.
-        name: Name of the model for clients.
-        template: Its chat template; without it there are no chats.
-        stop_token_ids: Ids that end every text, see `stop_tokens`.
-        tool_format: Format of its tool calls; by default that of the template, if it is known.
-        max_length: Maximum number of tokens of a prompt and its completion; by default the model's, else 4096.
-        max_body: Maximum number of bytes of a request.
-        max_waiting: Maximum number of completions that wait for a slot; more are refused with status 429.
-        api_key: Key that clients must send; None needs none.
-
-    Raises:
-        ImportError: when Starlette is not installed.
-    """
-    try:
-        import starlette.applications
-        import starlette.exceptions
-        import starlette.routing
-    except ImportError:
-        raise ImportError('a server needs Starlette and uvicorn: pip install "maxlib[serve]"') from None
-    if tool_format is None and template is not None:
-        tool_format = tool_call_format(template.source)
-    longest: int = max_length or engine.capacity or getattr(engine.generator.model, "max_length", None) or 4096
-    server = _Server(
-        engine, tokenizer, name, template, list(stop_token_ids), tool_format, longest, max_body, max_waiting, api_key
-    )
-    endpoints = {
-        "/v1/completions": ("POST", server.completions),
-        "/v1/chat/completions": ("POST", server.chat),
-        "/v1/models": ("GET", server.models),
-        "/health": ("GET", server.health),
-        "/metrics": ("GET", server.metrics),
-    }
-
-    def refused(request: Any, error: Any) -> Any:
-        return _error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-
-    return starlette.applications.Starlette(
-        routes=[
-            starlette.routing.Route(path, _Endpoint(server, answer), methods=[method])
-            for path, (method, answer) in endpoints.items()
-        ],
-        exception_handlers={starlette.exceptions.HTTPException: refused},
-    )
 
 
 class _Choice:
@@ -151,12 +92,10 @@ class _Choice:
 class _Endpoint:
     """The ASGI application of one path: checks the key, and turns errors into answers of OpenAI's shape."""
 
-    def __init__(self, server: "_Server", answer: Callable[[Any], Awaitable[Any]]):
+    def __init__(self, server: "Server", answer: Callable[[Any], Awaitable[Any]]):
         self._server, self._answer = server, answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.requests import Request as HTTPRequest
-
         request, begin = HTTPRequest(scope, receive, send), time.perf_counter()
         try:
             if request.url.path.startswith("/v1/"):
@@ -175,29 +114,45 @@ class _Endpoint:
         await response(scope, receive, send)
 
 
-class _Server:
+@dataclasses.dataclass(eq=False)
+class Server:
     """The endpoints. See `openai_app` for the arguments."""
 
-    def __init__(
-        self,
-        engine: LocalEngine,
-        tokenizer: Any,
-        name: str,
-        template: ChatTemplate | None,
-        ends: list[int],
-        tool_format: ToolFormat | None,
-        max_length: int,
-        max_body: int,
-        max_waiting: int,
-        api_key: str | None,
-    ):
-        self.engine, self.tokenizer, self.name, self.template = engine, tokenizer, name, template
-        self.ends, self.api_key = ends, api_key
-        self.tool_format: ToolFormat | None = tool_format
-        self.max_length, self.max_body, self.max_waiting = max_length, max_body, max_waiting
+    engine: LocalEngine
+    tokenizer: Any
+    name: str
+    template: ChatTemplate | None
+    stop_token_ids: list[int]
+    tool_format: ToolFormat | None
+    max_length: int
+    max_body: int
+    max_waiting: int
+    api_key: str | None
+
+    def __post_init__(self):
         self._started = int(time.time())
         self._counters = {"requests": 0, "errors": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}
         self._grammar_tokenizer: Any = None
+
+    def app(self) -> Starlette:
+        """Makes the application."""
+        endpoints = {
+            "/v1/completions": ("POST", self.completions),
+            "/v1/chat/completions": ("POST", self.chat),
+            "/v1/models": ("GET", self.models),
+            "/health": ("GET", self.health),
+            "/metrics": ("GET", self.metrics),
+        }
+
+        def refused(request: Any, error: Any) -> Any:
+            return _error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+
+        return Starlette(
+            routes=[
+                Route(path, _Endpoint(self, answer), methods=[method]) for path, (method, answer) in endpoints.items()
+            ],
+            exception_handlers={HTTPException: refused},
+        )
 
     async def health(self, request: Any) -> Any:
         """Answers as long as the server runs."""
@@ -210,8 +165,6 @@ class _Server:
 
     async def metrics(self, request: Any) -> Any:
         """Writes counters in Prometheus' text format."""
-        from starlette.responses import PlainTextResponse
-
         lines = []
         for name, value in self._counters.items():
             lines += [f"# TYPE maxlib_{name}_total counter", f"maxlib_{name}_total {value}"]
@@ -226,7 +179,7 @@ class _Server:
         prompts = [await self._ids(prompt, special=fields.add_special_tokens) for prompt in fields.prompts]
         choices = await self._choices(fields, prompts, None, ())
         if fields.stream:
-            return self._streamed(fields, choices, _completion_chunk)
+            return self._streamed("text_completion", fields, choices, _completion_chunk)
         echoes = [await self._echo(fields, prompt) for prompt in prompts] if fields.echo else []
         texts = await _unless_disconnected(request, _texts(choices))
         answers = []
@@ -257,7 +210,7 @@ class _Server:
         tool_format: ToolFormat | None = self.tool_format if reads_calls else None
         choices = await self._choices(fields, [prompt], tool_format, fields.tools)
         if fields.stream:
-            return self._streamed(fields, choices, _chat_chunk)
+            return self._streamed("chat.completion.chunk", fields, choices, _chat_chunk)
         texts = await _unless_disconnected(request, _texts(choices))
         answers = []
         for n, (choice, text) in enumerate(zip(choices, texts, strict=True)):
@@ -326,7 +279,11 @@ class _Server:
         return await asyncio.to_thread(encode, prompt)
 
     async def _choices(
-        self, fields: Fields, prompts: list[list[int]], tool_format: ToolFormat | None, tools: Sequence[Any]
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[list[int]],
+        tool_format: ToolFormat | None,
+        tools: Sequence[Any],
     ) -> list[_Choice]:
         """Submits `n` completions of each prompt."""
         assert fields.max_tokens is not None
@@ -337,8 +294,8 @@ class _Server:
                 f"{fields.max_tokens}",
                 "max_tokens",
             )
-        ends = sorted({*fields.stop_token_ids, *(() if fields.ignore_eos else self.ends)})
-        processors = await asyncio.to_thread(self._processors, fields, ends)
+        ends = sorted({*fields.stop_token_ids, *(() if fields.ignore_eos else self.stop_token_ids)})
+        processors = await asyncio.to_thread(self._processors, fields)
         choices: list[_Choice] = []
 
         def submit(number: int) -> None:
@@ -348,13 +305,13 @@ class _Server:
                 max_new_tokens=max(1, fields.max_tokens or 0),
                 sampler=fields.sampler,
                 stop_token_ids=ends,
-                stop=fields.stop,
+                stop=fields.stops,
                 processors=processors,
                 alternatives=fields.num_alternatives,
                 key=None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number),
             )
             show_special = tool_format is not None
-            writer = TextWriter(self.tokenizer, prompt, stop=fields.stop, ends=ends, show_special=show_special)
+            writer = TextWriter(self.tokenizer, prompt, stop=fields.stops, ends=ends, show_special=show_special)
             choices.append(_Choice(request, writer, tool_format, tools))
 
         try:
@@ -366,16 +323,19 @@ class _Server:
             raise BadRequest(str(error)) from None
         return choices
 
-    def _processors(self, fields: Fields, ends: list[int]) -> list[LogitsProcessor]:
+    def _processors(self, fields: Fields) -> list[LogitsProcessor]:
         processors: list[LogitsProcessor] = []
-        vocab = self.engine.generator.vocab
+        vocab, schema = self.engine.generator.vocab, fields.schema_of_answers
         try:
             if fields.logit_bias:
-                processors.append(LogitBias(fields.logit_bias, vocab))
-            if fields.schema is not None:
+                bias = {int(token): value for token, value in fields.logit_bias.items()}
+                processors.append(LogitBias(bias, vocab))
+            if schema is not None:
                 if self._grammar_tokenizer is None:
-                    self._grammar_tokenizer = Grammar.prepare(self.tokenizer, vocab=vocab, stop_token_ids=self.ends)
-                processors.append(Grammar.json_schema(fields.schema, self._grammar_tokenizer))
+                    self._grammar_tokenizer = Grammar.prepare(
+                        self.tokenizer, vocab=vocab, stop_token_ids=self.stop_token_ids
+                    )
+                processors.append(Grammar.json_schema(schema, self._grammar_tokenizer))
         except ValueError as error:
             raise BadRequest(str(error)) from None
         return processors
@@ -466,11 +426,8 @@ class _Server:
             "choices": choices,
         }
 
-    def _streamed(self, fields: Any, choices: list[_Choice], chunk: Callable[..., dict[str, Any]]) -> Any:
+    def _streamed(self, kind: str, fields: Any, choices: list[_Choice], chunk: Callable[..., dict[str, Any]]) -> Any:
         """Returns an answer of server-sent events."""
-        from starlette.responses import StreamingResponse
-
-        kind = "text_completion" if isinstance(fields, CompletionFields) else "chat.completion.chunk"
         envelope = self._envelope(kind, [])
 
         async def events() -> AsyncIterator[str]:
@@ -478,7 +435,7 @@ class _Server:
                 async for event in self._chunks(fields, choices, chunk):
                     yield f"data: {json.dumps(envelope | event)}\n\n"
                 usage = self._usage([choice.request.prompt for choice in choices[:: fields.n]], choices)
-                if fields.include_usage:
+                if fields.stream_options.get("include_usage"):
                     yield f"data: {json.dumps(envelope | {'usage': usage})}\n\n"
             except RuntimeError:  # the engine failed: the status has been sent
                 body = {"error": {"message": "the server failed", "type": "server_error", "param": None, "code": 500}}
@@ -520,7 +477,7 @@ class _Server:
 
 
 def _completion_chunk(
-    server: _Server, fields: CompletionFields, choice: _Choice, piece: str | None, start: int, end: int
+    server: Server, fields: CompletionFields, choice: _Choice, piece: str | None, start: int, end: int
 ) -> dict[str, Any]:
     """Returns the event of a piece; None is the end."""
     request, log_probs = choice.request, None
@@ -537,7 +494,7 @@ def _completion_chunk(
 
 
 def _chat_chunk(
-    server: _Server, fields: ChatFields, choice: _Choice, piece: str | None, start: int, end: int
+    server: Server, fields: ChatFields, choice: _Choice, piece: str | None, start: int, end: int
 ) -> dict[str, Any]:
     """Returns the event of a piece; None is the end, with the tool calls."""
     delta: dict[str, Any] = {"role": "assistant"} if start == 0 else {}
@@ -592,8 +549,6 @@ async def _unless_disconnected(request: Any, work: Any) -> Any:
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Any:
-    from starlette.responses import JSONResponse
-
     return JSONResponse(body, status)
 
 

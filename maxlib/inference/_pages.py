@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from maxlib import nn
+from maxlib.hardware import current_device
 from maxlib.inference._generate import empty_cache
 
 NOWHERE = 1 << 30  # a block that does not exist: what is written there is dropped
@@ -37,6 +38,50 @@ class Caches:
         """Returns caches in which the tokens after `length` are forgotten."""
         mtp = None if self.mtp is None else dataclasses.replace(self.mtp, length=length)
         return Caches(dataclasses.replace(self.model, length=length), mtp)
+
+
+@nn.pytree
+class HeadsFirstCache(nn.cache.KVCache):
+    """Keys and values of a view on CPUs, `B K S H`: as XLA multiplies them, so that a step copies none."""
+
+    @classmethod
+    def turned(cls, caches: Caches) -> Caches:
+        """Returns caches with the axes of tokens and heads of all keys and values swapped, on CPUs."""
+        return _map_keys(lambda cache: cls(jnp.swapaxes(cache.k, 1, 2), jnp.swapaxes(cache.v, 1, 2)), caches)
+
+    @classmethod
+    def labeled(cls, caches: Caches) -> Caches:
+        """Returns caches whose keys and values have these axes already, on CPUs."""
+        return _map_keys(lambda cache: cls(cache.k, cache.v), caches)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a row can hold."""
+        return self.k.shape[-2]
+
+    def extend(self, k: Array, v: Array, ctx: nn.Context, k_start: Array, k_end: Array) -> nn.cache.Extended:
+        """Stores the new tokens of each row after its cached ones, and returns all slots to attend to."""
+        row, slot = jnp.arange(len(k))[:, None], ctx.length[:, None] + jnp.arange(k.shape[1])[None]
+        new_k, new_v = (
+            old.at[row, :, slot].set(new.astype(old.dtype), mode="drop") for old, new in ((self.k, k), (self.v, v))
+        )
+        new = HeadsFirstCache(new_k, new_v)
+        return new, jnp.swapaxes(new_k, 1, 2), jnp.swapaxes(new_v, 1, 2), k_start, k_end
+
+    def unrolled(self, length: Int[Array, " B"]) -> nn.cache.Ordered:
+        """Returns keys and values, and the offset from a token's index to its slot."""
+        return jnp.swapaxes(self.k, 1, 2), jnp.swapaxes(self.v, 1, 2), jnp.zeros_like(length)
+
+
+def _map_keys(change: Callable[[nn.cache.KVCache], HeadsFirstCache], caches: Caches) -> Caches:
+    """Changes the caches of keys and values with a slot for each token; kernels of other devices read tokens first."""
+    if current_device()[0] != "cpu":
+        return caches
+    return jax.tree.map(
+        lambda cache: change(cache) if isinstance(cache, nn.cache.KVCache) else cache,
+        caches,
+        is_leaf=lambda cache: isinstance(cache, nn.cache.KVCache),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +140,7 @@ class Paging:
             for x, y in zip(jax.tree.leaves(long), jax.tree.leaves(longer), strict=True)
         ]
         # A window that is longer than all rows has an entry for each token instead.
-        is_ring, becomes_ring = _in_rings(making.shapes(model)), _in_rings(long)
+        is_ring, becomes_ring = (_belong_to(caches, nn.cache.RingCache) for caches in (making.shapes(model), long))
         rates = [
             1 if turns and not ring else rate for rate, ring, turns in zip(rates, is_ring, becomes_ring, strict=True)
         ]
@@ -141,7 +186,7 @@ class Paging:
     def with_view(self, stored: Caches, view: list[Array], slots: Int[Array, " R"] | None) -> Caches:
         """Returns the caches of rows whose blocks are gathered already."""
         arrays = iter(view)
-        return self._map(lambda x, rate: next(arrays) if rate else of_slots(x, slots), stored)
+        return HeadsFirstCache.labeled(self._map(lambda x, rate: next(arrays) if rate else of_slots(x, slots), stored))
 
     def write_row(self, stored: Caches, row: Caches, table: Int[Array, " N"], slot: Any) -> Caches:
         """Stores a row in its slot and in the blocks of `table`."""
@@ -167,11 +212,15 @@ class Paging:
         row = jnp.arange(len(start))[:, None]
         block = tables.at[row, index // self.block].get(mode="fill", fill_value=NOWHERE)
 
+        heads_first = iter(_belong_to(rows, HeadsFirstCache))
+
         def write(x: Array, new: Array, rate: int) -> Array:
+            is_heads_first = next(heads_first)
             if not rate:
                 return with_slots(x, slots, new)
             entry = index // rate
-            return x.at[block, entry % x.shape[1]].set(new.at[row, entry].get(mode="clip"), mode="drop")
+            tokens = (new.at[row, :, entry] if is_heads_first else new.at[row, entry]).get(mode="clip")
+            return x.at[block, entry % x.shape[1]].set(tokens, mode="drop")
 
         return self._map(write, stored, rows)
 
@@ -199,10 +248,10 @@ def most_tokens(model: Any) -> int:
     return model.max_length if learned else 1 << 21
 
 
-def _in_rings(caches: Caches) -> list[bool]:
-    """Returns for each array whether it belongs to a ring."""
-    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, nn.cache.RingCache))
-    return [isinstance(node, nn.cache.RingCache) for node in nodes for _ in jax.tree.leaves(node)]
+def _belong_to(caches: Caches, kind: type) -> list[bool]:
+    """Returns for each array whether it belongs to a cache of a kind."""
+    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, kind))
+    return [isinstance(node, kind) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 @functools.partial(jax.jit, static_argnames=("paging", "num_blocks"))
@@ -225,46 +274,7 @@ def read_row(stored: Caches, table: Int[Array, " N"], slot: Any, length: Any, *,
 @functools.partial(jax.jit, static_argnames="paging")
 def gather_view(stored: Caches, tables: Int[Array, "R N"], *, paging: Paging) -> list[Array]:
     """Returns the view of rows."""
-    return paging.view(paging.read(stored, tables, None))
-
-
-class Blocks:
-    """The blocks of a storage, each with the number of those who hold it."""
-
-    def __init__(self):
-        self._num_holders: list[int] = []
-        self._free: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._num_holders)
-
-    @property
-    def num_free(self) -> int:
-        """Returns the number of blocks that nobody holds."""
-        return len(self._free)
-
-    def add(self, count: int) -> None:
-        """Adds free blocks."""
-        self._free += range(len(self), len(self) + count)
-        self._num_holders += [0] * count
-
-    def take(self, count: int) -> list[int]:
-        """Returns free blocks, which have one holder from now on."""
-        taken = [self._free.pop() for _ in range(count)]
-        self.share(taken)
-        return taken
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """Adds a holder of each block."""
-        for block in blocks:
-            self._num_holders[block] += 1
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Removes a holder of each block."""
-        for block in blocks:
-            self._num_holders[block] -= 1
-            if not self._num_holders[block]:
-                self._free.append(block)
+    return paging.view(HeadsFirstCache.turned(paging.read(stored, tables, None)))
 
 
 def table_of(blocks: Sequence[int], length: int) -> np.ndarray:

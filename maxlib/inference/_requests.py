@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from maxlib.inference._continuous import LocalEngine
 
 LogitsProcessor = Callable[["Request"], Float[np.ndarray, " V"]]
-SHORTEST_PREFIX = 16  # tokens that are worth copying instead of computing them
 
 
 class Options(NamedTuple):
@@ -229,17 +228,3 @@ def bias_of(rows: Sequence[Request | None], vocab: int) -> np.ndarray | None:
 def power_of_two(number: int) -> int:
     """Rounds a number up to a power of two, so that similar ones share a program; 0 stays 0."""
     return 1 << (number - 1).bit_length() if number else 0
-
-
-def have_equal_inputs(a: Request, b: Request) -> bool:
-    """Returns whether two requests have the same images and clips, or none."""
-    return a._inputs is b._inputs or not (a._inputs or b._inputs)
-
-
-def common_length(a: list[int], b: list[int]) -> int:
-    """Returns the number of tokens that two texts have in common at their beginning."""
-    if a[:SHORTEST_PREFIX] != b[:SHORTEST_PREFIX]:  # most often
-        return 0
-    size = min(len(a), len(b))
-    differs = np.asarray(a[:size]) != np.asarray(b[:size])
-    return int(differs.argmax()) if differs.any() else size

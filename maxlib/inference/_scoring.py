@@ -1,24 +1,21 @@
-"""Functions for evaluation: scores of given continuations, and generation up to given texts.
+"""Scores of given continuations, for evaluation.
 
 Shapes: B rows, T tokens of the longest row with padding.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn
-from maxlib.inference._arguments import Prompts, check_prompts, integer
+from maxlib.inference._arguments import check_prompts, integer
 from maxlib.inference._generate import Generator, right_padded, shared_capacity
-from maxlib.inference._sampling import GREEDY, Sampler
-from maxlib.inference._text import StopTexts
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
 Score = tuple[float, bool]
-Decode = Callable[..., str]
 
 
 def score(
@@ -50,57 +47,6 @@ def score(
         log_prob, correct = _scored(generator, ends, [len(pairs[n][1]) for n in full], max_length)
         for n, p, c in zip(numbers, log_prob, correct, strict=False):
             yield n, (float(p), bool(c))
-
-
-def continue_until(
-    generator: Generator,
-    prompts: Prompts,
-    *,
-    decode: Decode,
-    until: Sequence[str],
-    stop_token_ids: Sequence[int],
-    max_new_tokens: int,
-    sampler: Sampler = GREEDY,
-    key: Key[Array, ""] | None = None,
-) -> list[str]:
-    """Returns the text that follows each prompt, before the first of `until` or `stop_token_ids`.
-
-    Decoding stops when every row has one of them.
-
-    Args:
-        generator: The model.
-        prompts: Token ids of each prompt.
-        decode: Converts ids to text, with `special=True` including special tokens, of which answers have none.
-        until: Texts that end a row and are not part of it; also those of special tokens.
-        stop_token_ids: Ids that end a row.
-        max_new_tokens: Maximum number of new tokens per prompt.
-        sampler: Draws tokens.
-        key: Random key for sampling.
-    """
-    stop = StopTexts(functools.partial(decode, special=True), until)
-    rows: list[list[int]] = [[] for _ in prompts]
-    running = set(range(len(rows)))
-    options = {"sampler": sampler, "stop_token_ids": stop_token_ids, "key": key}
-    for tokens in generator.stream(prompts, max_new_tokens=max_new_tokens, **options):
-        for n in tuple(running):
-            token = tokens[n]
-            assert token is not None  # ended rows do not run
-            if token in stop_token_ids:
-                running.discard(n)
-                continue
-            rows[n].append(token)
-            if stop.end(rows[n]):
-                running.discard(n)
-        if not running:
-            break
-    return [_before(decode(row), stop.texts) for row in rows]
-
-
-def _before(text: str, until: Iterable[str]) -> str:
-    """Cuts a text at each of `until` in order, as lm-eval does: of overlapping texts the first one counts."""
-    for end in until:
-        text = text.split(end)[0]
-    return text
 
 
 def _check(pairs: Sequence[Pair], max_length: int) -> None:

@@ -1,7 +1,8 @@
-"""Serving of a model's directory by HTTP."""
+"""Serving by HTTP: of an engine as an application, and of a model's directory until a signal ends it."""
 
 import contextlib
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,65 @@ import jax.numpy as jnp
 from maxlib import sharding
 from maxlib.inference._chat import read_model, stop_tokens
 from maxlib.inference._continuous import LocalEngine
-from maxlib.inference._openai import openai_app
+from maxlib.inference._tool_calls import ToolFormat, tool_call_format
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import model_directory
+
+_INSTALL = 'a server needs Starlette, pydantic and uvicorn: pip install "maxlib[serve]"'
+
+
+def openai_app(
+    engine: LocalEngine,
+    tokenizer: Any,
+    *,
+    name: str,
+    template: ChatTemplate | None = None,
+    stop_token_ids: Collection[int] = (),
+    tool_format: ToolFormat | None = None,
+    max_length: int | None = None,
+    max_body: int = 16 << 20,
+    max_waiting: int = 1024,
+    api_key: str | None = None,
+) -> Any:
+    """Makes an ASGI application that answers OpenAI's completions and chat completions with an engine.
+
+    It has `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics` (Prometheus). Logs hold
+    neither keys nor texts. Run it with `uvicorn.run(app)`, or `maxlib serve`.
+
+    Args:
+        engine: The engine, made with `tokenizer=` so that texts can end a completion.
+        tokenizer: A `tokenizers.Tokenizer`.
+        name: Name of the model for clients.
+        template: Its chat template; without it there are no chats.
+        stop_token_ids: Ids that end every text, see `stop_tokens`.
+        tool_format: Format of its tool calls; by default that of the template, if it is known.
+        max_length: Maximum number of tokens of a prompt and its completion; by default the model's, else 4096.
+        max_body: Maximum number of bytes of a request.
+        max_waiting: Maximum number of completions that wait for a slot; more are refused with status 429.
+        api_key: Key that clients must send; None needs none.
+
+    Raises:
+        ImportError: when Starlette or pydantic is not installed.
+    """
+    try:
+        from maxlib.inference._openai import Server
+    except ImportError as error:
+        raise ImportError(_INSTALL) from error
+    if tool_format is None and template is not None:
+        tool_format = tool_call_format(template.source)
+    server = Server(
+        engine,
+        tokenizer,
+        name,
+        template,
+        list(stop_token_ids),
+        tool_format,
+        max_length=max_length or engine.capacity or getattr(engine.generator.model, "max_length", None) or 4096,
+        max_body=max_body,
+        max_waiting=max_waiting,
+        api_key=api_key,
+    )
+    return server.app()
 
 
 def serve(
@@ -53,7 +110,7 @@ def serve(
     try:
         import uvicorn
     except ImportError:
-        raise ImportError('a server needs Starlette and uvicorn: pip install "maxlib[serve]"') from None
+        raise ImportError(_INSTALL) from None
     directory = model_directory(model)
     tokenizer = load_tokenizer(directory)
     try:

@@ -1,7 +1,7 @@
 """Gemma 3's image encoder: SigLIP, whose patches are pooled and projected to the text's width (arXiv:2503.19786)."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -140,10 +140,9 @@ FIELDS = Fields(
 def table() -> Table:
     """Maps the tensor names of the releases to parameters; transformers writes other spellings too."""
     hf_prefix = "vision_tower.vision_model"
-    attention = [replace(w, hf_name=w.hf_name.replace("o_proj", "out_proj")) for w in names.ATTENTION]
     layer = [
         *names.layer_norm("layer_norm1", "attn_norm"),
-        *attention,
+        *names.attention("self_attn.{}_proj", "attn", out="self_attn.out_proj"),
         *names.layer_norm("layer_norm2", "mlp_norm"),
         *names.linear("mlp.fc1", "mlp.up"),
         *names.linear("mlp.fc2", "mlp.down"),

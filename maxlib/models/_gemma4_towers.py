@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models._gemma4_vision import UnifiedVision, Vision
-from maxlib.models._vision import pad_to_squares, patch_context
+from maxlib.models._layers import PreNorm
+from maxlib.models._vision import IMAGE, PatchEncoder
 from maxlib.nn.remat import Policy
 from maxlib.sharding import constrain
 
@@ -61,7 +62,7 @@ class AxialNorm(nn.RMSNorm):
         return x.reshape(*x.shape[:-1], 2, 2, -1).swapaxes(-3, -2).reshape(x.shape)
 
 
-class Block(nnx.Module):
+class Block(PreNorm):
     """Layer with norms before and behind each branch, in which a patch attends to all of its image."""
 
     def __init__(self, cfg: Vision, *, rngs: nnx.Rngs):
@@ -77,7 +78,7 @@ class Block(nnx.Module):
             q_norm=AxialNorm(cfg.head_dim, eps=cfg.norm_eps),
             k_norm=AxialNorm(cfg.head_dim, eps=cfg.norm_eps),
             v_norm=nn.norm.UnitRMSNorm(cfg.norm_eps),
-            mask=ops.Full(),
+            mask=IMAGE,
             rope=cfg.rope,
             rngs=rngs,
         )
@@ -85,11 +86,6 @@ class Block(nnx.Module):
         for parent, parts in ((self.attn, "qkvo"), (self.mlp, ("gate", "up", "down"))):
             for part in parts if cfg.clipped else ():
                 setattr(parent, part, Clipped(getattr(parent, part)))
-
-    def __call__(self, x: Float[Array, "R P E"], ctx: nn.Context, cache: None = None):
-        x = x + self.attn_post_norm(self.attn(self.attn_norm(x), ctx)[0])
-        x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
 class Positions(nnx.Module):
@@ -137,7 +133,7 @@ def _patches(cfg: Vision | UnifiedVision, *, bias: bool, rngs: nnx.Rngs) -> nn.E
     return nn.Einsum("...abC,EabC->...E", shape, axes, bias=bias, rngs=rngs)
 
 
-class Tower(nnx.Module):
+class Tower(PatchEncoder):
     """Image encoder: patches rotate by column and row, and attend to all of their image; squares become their mean.
 
     Args:
@@ -147,7 +143,7 @@ class Tower(nnx.Module):
     """
 
     def __init__(self, cfg: Vision, text_dim: int, *, rngs: nnx.Rngs):
-        self.cfg = cfg
+        self.cfg, self.shape = cfg, (cfg.patch_side, cfg.patch_side, 3)
         self.patches = _patches(cfg, bias=False, rngs=rngs)
         self.positions = Positions(cfg.num_positions, cfg.dim, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
@@ -156,24 +152,22 @@ class Tower(nnx.Module):
         self.scale = nnx.Variable(jnp.ones(cfg.dim), axes=("norm",)) if cfg.standardize else None
         self.projector = Projector(cfg.dim, text_dim, eps=cfg.norm_eps, rngs=rngs)
 
-    def __call__(
-        self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
-    ) -> tuple[Float[Array, "R S D"], None]:
-        """Returns a vector for each square of patches, and None.
+    def run_layers(self, images: nn.vision.Patches, dtype: Any, **options: Any) -> tuple[Float[Array, "R P E"], Any]:
+        """Returns what the layers make of each patch of pixels from 0 to 1, see `PatchEncoder`."""
+        pixels = 2 * jnp.asarray(images.pixels) - 1  # from -1 to 1
+        return super().run_layers(nn.vision.Patches(pixels, images.grids), dtype, **options)
 
-        Args:
-            images: Patches of pixels from 0 to 1, in rows.
-            dtype: The dtype of the computation.
-            remat: Policy of recomputation, see `nn.remat`.
-        """
-        p = self.cfg.patch_side
-        pixels, at = pad_to_squares(images, self.cfg.merge)
-        # From -1 to 1, [R, P, a, b, C] -> [R, P, E]
-        x = self.patches((2 * pixels - 1).astype(dtype).reshape(*pixels.shape[:2], p, p, 3))
-        x = constrain(x + self.positions(at.column, at.row).astype(dtype), "batch", "seq", "act_embed")
-        ctx = patch_context(at, (at.column, at.row), self.cfg.rope)  # a head turns by column first
-        x, _, _ = self.layers(x, ctx, remat=remat)
-        return self.projector(self._pool(x)), None
+    def axes(self, at: nn.vision.PatchPositions) -> tuple[Int[Array, "R P"], Int[Array, "R P"]]:
+        """Returns the positions by which heads turn: columns first."""
+        return at.column, at.row
+
+    def before_layers(self, x: Float[Array, "R P E"], at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
+        """Returns `x` with its positions added."""
+        return x + self.positions(at.column, at.row).astype(x.dtype)
+
+    def after_layers(self, x: Float[Array, "R P E"]) -> Float[Array, "R S D"]:
+        """Returns the vectors of squares."""
+        return self.projector(self._pool(x))
 
     def _pool(self, x: Float[Array, "R P E"]) -> Float[Array, "R S E"]:
         """Returns sqrt(E) times the mean of each square, standardized; in float32, as it is large."""

@@ -166,7 +166,6 @@ VISION = Fields(
         "vision_config.model_type": "gemma4_vision",
         "vision_config.hidden_activation": "gelu_pytorch_tanh",
     },
-    fixed_if_present={"vision_config.attention_bias": (False, None)},
     ignored=[  # of processors, or read by nobody
         "vision_config.default_output_length",
         "vision_config.max_position_embeddings",

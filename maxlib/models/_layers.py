@@ -13,7 +13,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models._sizes import AttentionSizes, DeltaSizes, ExpertSizes, LatentSizes, MambaSizes, RouterSizes
+from maxlib.models._sizes import (
+    AttentionSizes,
+    DeltaSizes,
+    ExpertSizes,
+    KimiDeltaSizes,
+    LatentSizes,
+    MambaSizes,
+    RouterSizes,
+)
 from maxlib.ops import Rope, YarnScaling
 from maxlib.sharding import constrain
 
@@ -92,12 +100,25 @@ class GemmaDecoder(TextDecoder):
         return self.embed(tokens, dtype=dtype) * jnp.asarray(self.cfg.dim**0.5, dtype)
 
 
+class ScaledDecoder(TextDecoder):
+    """Decoder with a factor on its input, and a divisor of what its head reads (Granite)."""
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Returns the scaled vectors of `tokens`."""
+        return self.cfg.embed_factor * self.embed(tokens, dtype=dtype)
+
+    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
+        """Returns the input of the head, divided."""
+        # Applied here instead of in `logits`, because the loss uses hidden states and `head_weight` without `logits`.
+        return super().leave(x, ctx) / self.cfg.logit_divisor
+
+
 class PreNorm(nn.Layer):
     """Llama's layer: each branch reads the normed residual stream, and adds to it.
 
     A subclass makes `attn_norm` and a mixer of tokens, `attn` or another one, then `mlp_norm` and `mlp` or `moe`. With
     `attn_post_norm` and `mlp_post_norm`, the results of the branches are normed before they are added. A norm that it
-    leaves out is skipped.
+    leaves out is skipped. With `factor` the results of the branches are multiplied by it.
     """
 
     attn_norm: Any = None
@@ -109,6 +130,7 @@ class PreNorm(nn.Layer):
     mlp_post_norm: Any = None
     mlp: Any = None
     moe: Any = None
+    factor: float | None = None
 
     @property
     def mixer(self) -> Any:
@@ -117,10 +139,13 @@ class PreNorm(nn.Layer):
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         h, cache = self.mixer(x if self.attn_norm is None else self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
+        x = nn.residual(x, self._scaled(h), "attn", norm=self.attn_post_norm)
         h = x if self.mlp_norm is None else self.mlp_norm(x)
         h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, h, "mlp", norm=self.mlp_post_norm), cache, aux
+        return nn.residual(x, self._scaled(h), "mlp", norm=self.mlp_post_norm), cache, aux
+
+    def _scaled(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return h if self.factor is None else self.factor * h
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns the mixer's empty cache."""
@@ -178,78 +203,60 @@ def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def attention(
     cfg: AttentionSizes,
     *,
-    mask: ops.Mask = ops.Causal(),
     rope: Rope | ops.MRope | None,
     qk_norm: bool = False,
     across_heads: bool = False,
     plus_one: bool = False,
-    bias: bool = False,
-    out_bias: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: bool = False,
-    temperature: Callable[[Array], Array] | None = None,
-    out_gate_act: Callable[[Array], Array] | None = None,
     rngs: nnx.Rngs,
+    **options: Any,
 ) -> nn.Attention:
-    """Makes grouped-query attention with the sizes of `cfg`; most arguments are those of `nn.Attention`.
+    """Makes grouped-query attention with the sizes of `cfg`; other arguments are those of `nn.Attention`.
 
     `qk_norm` adds an RMSNorm of each head of queries and keys before their rotation, or with `across_heads` one of all
     heads together; `plus_one` is that of these norms.
     """
 
-    def norm(heads: int) -> Any:
-        if not qk_norm:
-            return None
+    def norm(heads: int) -> nn.RMSNorm:
         if across_heads:
             return nn.norm.HeadsRMSNorm(heads * cfg.head_dim, eps=cfg.norm_eps)
         return nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=plus_one)
 
+    if qk_norm:
+        options |= {"q_norm": norm(cfg.num_heads), "k_norm": norm(cfg.num_kv_heads)}
     return nn.Attention(
         cfg.dim,
         num_heads=cfg.num_heads,
         num_kv_heads=cfg.num_kv_heads,
         head_dim=cfg.head_dim,
-        mask=mask,
         rope=rope,
-        q_norm=norm(cfg.num_heads),
-        k_norm=norm(cfg.num_kv_heads),
-        bias=bias,
-        out_bias=out_bias,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        temperature=temperature,
-        out_gate_act=out_gate_act,
         rngs=rngs,
+        **options,
     )
 
 
-def latent_attention(
-    cfg: LatentSizes, *, temperature: Callable[[Array], Array] | None = None, rngs: nnx.Rngs
-) -> nn.MLA:
-    """Makes latent attention with the sizes of `cfg`.
+def latent_attention(cfg: LatentSizes, kind: Any = nn.MLA, *, rope: Rope | None, rngs: nnx.Rngs, **options: Any) -> Any:
+    """Makes latent attention of a `kind` with the sizes of `cfg`; other arguments are those of `nn.MLA`.
 
     All heads compute keys and values from one latent per token, [B, T, kv_rank]. The cache stores only this latent and
     one rotary key, [B, T, rope.dim]. A query has `nope_dim` dimensions without rotation, then `rope.dim` rotated ones.
     """
-    return nn.MLA(
+    return kind(  # the norms of the latents have the default epsilon, independent of `norm_eps`
         cfg.dim,
         num_heads=cfg.num_heads,
         q_rank=cfg.q_rank,
         kv_rank=cfg.kv_rank,
         nope_dim=cfg.nope_dim,
         v_dim=cfg.v_dim,
-        rope=cfg.rope,
-        scale=latent_scale(cfg),
-        temperature=temperature,
-        rngs=rngs,  # the norms of the latents have the default epsilon, independent of `norm_eps`
+        rope=rope,
+        scale=None if rope is None else latent_scale(cfg.nope_dim, rope),
+        rngs=rngs,
+        **options,
     )
 
 
-def latent_scale(cfg: LatentSizes) -> float:
+def latent_scale(nope_dim: int, rope: Rope) -> float:
     """Returns the factor on the scores of latent attention."""
-    scale, scaling = (cfg.nope_dim + cfg.rope.dim) ** -0.5, cfg.rope.scaling
+    scale, scaling = (nope_dim + rope.dim) ** -0.5, rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     return scale
@@ -282,13 +289,27 @@ def deepseek_experts(cfg: ExpertSizes, *, router: nn.Router | None = None, rngs:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-def qwen_experts(cfg: Any, *, renormalize: bool = True, rngs: nnx.Rngs) -> nn.MoE:
-    """Makes Qwen's experts with the sizes of `cfg`: a softmax over all, of which a token uses the best, and a shared
-    one for every token, times a gate.
-    """
-    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=renormalize, rngs=rngs)
+def gated_shared_experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
+    """Makes Qwen's experts with the sizes of `cfg`, and one that every token uses, times a gate of its own."""
+    # Softmax over all E experts; each token uses the best k.
+    router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, shared_gate=True, losses=cfg.losses, rngs=rngs)
+
+
+def kimi_delta_attention(
+    cfg: KimiDeltaSizes, *, lower_bound: float | None = None, rngs: nnx.Rngs
+) -> nn.KimiDeltaAttention:
+    """Makes Kimi delta attention with the sizes of `cfg`, with a lower bound of its log decay or without."""
+    return nn.KimiDeltaAttention(
+        cfg.dim,
+        num_heads=cfg.delta_heads,
+        head_dim=cfg.delta_dim,
+        conv_width=cfg.conv_width,
+        lower_bound=lower_bound,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
 
 
 def mamba2(

@@ -4,17 +4,16 @@ layer to all of their image.
 Shapes: R rows of patches, P patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from maxlib import nn, ops
-from maxlib.models._vision import by_window, pad_to_squares, reordered, square_by_square
-from maxlib.nn.remat import Policy
+from maxlib import nn
+from maxlib.models import _vision
+from maxlib.models._vision import PatchEncoder, RowByRow
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -23,50 +22,34 @@ FULL, WINDOW = "full_attention", "window_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision:
+class Vision(RowByRow):
     """Sizes of the encoder, and the placeholders that stand for a square of patches each."""
 
-    dim: int = 1536  # E
+    dim: int = 1536
     num_layers: int = 50
     num_heads: int = 16
     mlp_dim: int = 8960
-    patch_size: int = 14
-    frames: int = 2  # of a patch; an image is shown in all of them
-    merge: int = 2
+    frames: int = 2
     side: int = 32  # of a square table of positions, resized for each image, and of a window
     layer_types: tuple[str, ...] | None = None  # FULL or WINDOW; None: every fourth and the last are FULL
     norm_eps: float = 1e-5  # of the norms before and after all layers
-    rope_theta: float = 10_000.0
     projector_dim: int = 4096
     image_token: int = 200_092
     video_token: int = 200_091
 
     def __post_init__(self):
-        if self.dim % (4 * self.num_heads):
-            raise ValueError(
-                f"num_heads must divide dim (hidden_size) into heads of multiples of 4, got {self.num_heads} and {self.dim}"
-            )
+        super().__post_init__()
         fields.check_layer_types(self)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The placeholders of images and of frames."""
+        return self.image_token, self.video_token
 
     @property
     def types(self) -> tuple[str, ...]:
         """FULL or WINDOW for each layer."""
         return self.layer_types or usual_types(self.num_layers)
-
-    @property
-    def patch_dim(self) -> int:
-        """Number of values in a patch."""
-        return 3 * self.frames * self.patch_size**2
-
-    def patches(self, pixels: Any, grids: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
-        """Returns the arrays of the processor as the model takes them: square by square instead of row by row.
-
-        Args:
-            pixels: `pixel_values`, `n values`: the patches of all images.
-            grids: `image_grid_thw`, `I 3`: frames, rows and columns of each image.
-            counts: Number of images in each row of tokens, for a row of patches for each of them; None for one row.
-        """
-        return square_by_square(pixels, grids, merge=self.merge, patch_dim=self.patch_dim, counts=counts)
 
 
 def usual_types(num_layers: int) -> tuple[str, ...]:
@@ -74,7 +57,7 @@ def usual_types(num_layers: int) -> tuple[str, ...]:
     return tuple(FULL if (i + 1) % 4 == 0 or i + 1 == num_layers else WINDOW for i in range(num_layers))
 
 
-class ImageEncoder(nnx.Module):
+class ImageEncoder(PatchEncoder):
     """Image encoder with learned positions, which are resized for each image, and rotation by column and row.
 
     Args:
@@ -86,23 +69,22 @@ class ImageEncoder(nnx.Module):
 
     def __init__(self, cfg: Vision, text_dim: int, *, norm_eps: float, rngs: nnx.Rngs):
         E, F, S = cfg.dim, cfg.projector_dim, cfg.dim * cfg.merge**2
-        self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta)
+        self.cfg, self.side, self.window, self.shape = cfg, cfg.side, cfg.side, (cfg.patch_dim,)
         self.patches = nn.Einsum("...C,EC->...E", (E, cfg.patch_dim), ("embed", "vision"), rngs=rngs)
         init = nnx.initializers.normal(0.02)
         table = init(rngs.params(), (cfg.side, cfg.side, E), jnp.float32)
         self.positions = nnx.Param(table, axes=("position", "position", "embed"))
         self.enter_norm, self.norm = nn.LayerNorm(E, eps=cfg.norm_eps), nn.LayerNorm(E, eps=cfg.norm_eps)
-        masks = {FULL: ops.Full(), WINDOW: ops.BidirectionalBlocks()}
 
         def block(kind: str, rngs: nnx.Rngs) -> nn.vision.EncoderBlock:
             return nn.vision.EncoderBlock(
                 E,
                 cfg.mlp_dim,
                 num_heads=cfg.num_heads,
-                rope=self.rope,
+                rope=cfg.rope,
                 act=exact_gelu,
                 eps=1e-5,
-                mask=masks[kind],
+                mask=_vision.IMAGE if kind == FULL else _vision.WINDOW,
                 rngs=rngs,
             )
 
@@ -112,38 +94,22 @@ class ImageEncoder(nnx.Module):
         self.mid = nn.Einsum("...F,GF->...G", (F, F), ("vision", "mlp"), rngs=rngs)
         self.down = nn.Einsum("...F,DF->...D", (text_dim, F), ("embed", "mlp"), rngs=rngs)
         self.unit = nn.norm.UnitRMSNorm(norm_eps)
-        self.merge, self.side = cfg.merge, cfg.side
 
-    def __call__(
-        self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
-    ) -> tuple[Float[Array, "R S D"], None]:
-        """Returns a vector for each square of patches, and None: there is nothing for later layers.
+    def axes(self, at: nn.vision.PatchPositions) -> tuple[Int[Array, "R P"], Int[Array, "R P"]]:
+        """Returns the positions by which heads turn: columns and rows, counted from 1."""
+        return at.column + 1, at.row + 1
 
-        Args:
-            images: Patches of normalised pixels, in rows.
-            dtype: The dtype of the computation.
-            remat: Policy of recomputation, see `nn.remat`.
-        """
-        pixels, at = pad_to_squares(images, self.merge)
-        # A window's patches must be neighbours, because a mask is an interval.
-        order, window = by_window(at, self.side)
-        pixels, window = reordered(pixels, order), reordered(window, order)
-        at = nn.vision.PatchPositions(*(reordered(x, order) for x in at))
-        ctx = nn.make_context(
-            *at.row.shape,
-            positions=jnp.stack([at.column + 1, at.row + 1], axis=2),
-            segment_ids=at.segment_ids,
-            bidirectional_blocks=nn.vision.bidirectional_blocks(at.segment_ids > 0, segment_ids=window),
-            masks=(ops.Full(), ops.BidirectionalBlocks()),
-            ropes=(self.rope,),
-        )
-        x = self.enter_norm(self.patches(pixels.astype(dtype)) + self._positions(at).astype(dtype))
-        x, _, _ = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
-        x = self.norm(reordered(x, jnp.argsort(order, axis=1)))
+    def before_layers(self, x: Float[Array, "R P E"], at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
+        """Returns `x` with its positions added, and normed."""
+        return self.enter_norm(x + self._positions(at).astype(x.dtype))
+
+    def after_layers(self, x: Float[Array, "R P E"]) -> Float[Array, "R S D"]:
+        """Returns the vectors of squares."""
         # [R, P, E] -> [R, S, merge^2, E] -> [R, S, E * merge^2]
-        x = x.reshape(len(x), -1, self.merge**2, x.shape[2]).swapaxes(2, 3)
+        x = self.norm(x)
+        x = x.reshape(len(x), -1, self.cfg.merge**2, x.shape[2]).swapaxes(2, 3)
         x = exact_gelu(self.mid(exact_gelu(self.up(x.reshape(*x.shape[:2], -1)))))
-        return self.unit(self.down(x)), None
+        return self.unit(self.down(x))
 
     def _positions(self, at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
         """Returns the learned positions of patches, between which those of images of other sizes lie (bilinear); beyond
@@ -179,10 +145,7 @@ FIELDS = Fields(
         *fields.under(
             "vision_config",
             [
-                Field("dim", "hidden_size"),
-                Field("num_layers", "num_hidden_layers"),
-                Field("num_heads", "num_attention_heads"),
-                Field("mlp_dim", "intermediate_size"),
+                *fields.ENCODER,
                 Field("patch_size"),
                 Field("frames", "patch_temporal"),
                 Field("merge", "merge_size"),
@@ -213,8 +176,7 @@ def table(cfg: Vision) -> Table:
     layer = [
         *names.layer_norm("norm1", "attn_norm"),
         *names.layer_norm("norm2", "mlp_norm"),
-        *[entry for part in "qkv" for entry in names.heads(f"attn.{part}_proj", f"attn.{part}")],
-        *names.heads_out("attn.proj", "attn.o"),
+        *names.attention("attn.{}_proj", "attn", out="attn.proj"),
         *names.linear("mlp.fc1", "mlp.up"),
         *names.linear("mlp.fc2", "mlp.down"),
     ]

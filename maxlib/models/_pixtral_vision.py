@@ -5,20 +5,18 @@ patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.models._vision import pad_to_squares, patch_context
-from maxlib.nn.remat import Policy
+from maxlib.models._layers import PreNorm
+from maxlib.models._vision import IMAGE, PatchEncoder, PatchSizes
 from maxlib.nn.vision import exact_gelu
-from maxlib.sharding import constrain
 from maxlib.weights import Computed, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 MERGING, PLAIN = "mistral3", "llava"  # squares of patches become one vector each, or each patch does (Pixtral 12B)
@@ -27,7 +25,7 @@ ACTS = {"silu": jax.nn.silu, "gelu": exact_gelu}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision:
+class Vision(PatchSizes):
     """Sizes of the encoder, and the placeholder that stands for a square of patches."""
 
     kind: str = MERGING
@@ -36,44 +34,25 @@ class Vision:
     num_heads: int = 16
     mlp_dim: int = 4096
     act: str = "silu"
-    patch_size: int = 14
     image_size: int = 1540  # longest side that processors make
-    merge: int = 2
-    rope_theta: float = 10_000.0
     bias: bool = False
     # Between rows of an image, and behind it, processors put other tokens, which are text.
     image_token: int = 10
 
     def __post_init__(self):
+        super().__post_init__()
         if self.kind not in (MERGING, PLAIN) or self.act not in ACTS:
             raise ValueError(
                 f"kind must be {MERGING} or {PLAIN}, and act (hidden_act) {' or '.join(ACTS)}, got {self.kind} and "
                 f"{self.act}"
             )
-        if self.dim % (4 * self.num_heads):
-            raise ValueError(
-                f"num_heads (num_attention_heads) must divide dim (hidden_size) into heads of multiples of 4, got "
-                f"{self.num_heads} and {self.dim}"
-            )
         if self.merge < 1 or (self.kind == PLAIN and self.merge != 1):
             raise ValueError(f"merge (spatial_merge_size) must be at least 1, and 1 for {PLAIN}, got {self.merge}")
 
     @property
-    def patch_dim(self) -> int:
-        """Number of values in a patch."""
-        return 3 * self.patch_size**2
-
-    def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
-        """Cuts an image into patches.
-
-        Args:
-            image: RGB as a processor normalises it, whose sides are multiples of `patch_size * merge`.
-
-        Returns:
-            Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
-        """
-        patches = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=1)
-        return np.asarray(patches.pixels), np.asarray(patches.grids)
+    def rope(self) -> ops.AxialRope:
+        """The rotary embedding: rows and columns alternate in the frequencies."""
+        return ops.AxialRope(self.head_dim, self.rope_theta, alternating=True)
 
     def patches(self, pixels: Any, sizes: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
         """Returns the arrays of Pixtral's processor as the model takes them.
@@ -101,21 +80,15 @@ class Vision:
         return nn.vision.pad_patches(np.concatenate(cut), np.concatenate(grids), counts=counts)
 
 
-class Block(nnx.Module):
+class Block(PreNorm):
     """Pre-norm layer in which each patch attends to all of its image."""
 
     def __init__(self, cfg: Vision, *, rngs: nnx.Rngs):
         E, N = cfg.dim, cfg.num_heads
-        rope = ops.AxialRope(E // N, cfg.rope_theta, alternating=True)
         self.attn_norm = nn.RMSNorm(E, eps=EPS)
-        self.attn = nn.Attention(E, num_heads=N, head_dim=E // N, mask=ops.Full(), rope=rope, rngs=rngs)
+        self.attn = nn.Attention(E, num_heads=N, head_dim=cfg.head_dim, mask=IMAGE, rope=cfg.rope, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(E, eps=EPS)
         self.mlp = nn.GatedMLP(E, cfg.mlp_dim, act=ACTS[cfg.act], rngs=rngs)
-
-    def __call__(self, x: Float[Array, "R P E"], ctx: nn.Context, cache: None = None):
-        x = x + self.attn(self.attn_norm(x), ctx)[0]
-        x = x + self.mlp(self.mlp_norm(x))
-        return constrain(x, "batch", "seq", "act_embed"), cache, {}
 
 
 class Merger(nnx.Module):
@@ -133,7 +106,7 @@ class Merger(nnx.Module):
         return self.join(squares.reshape(*squares.shape[:2], -1))
 
 
-class PixtralVision(nnx.Module):
+class PixtralVision(PatchEncoder):
     """Image encoder without learned positions, whose patches rotate by row and column, and its projector.
 
     Args:
@@ -145,6 +118,7 @@ class PixtralVision(nnx.Module):
 
     def __init__(self, cfg: Vision, text_dim: int, *, eps: float, rngs: nnx.Rngs):
         E, D, p = cfg.dim, text_dim, cfg.patch_size
+        self.cfg, self.shape = cfg, (3, p, p)
         axes = ("embed", "channel", "patch_row", "patch_column")
         self.patches = nn.Einsum("...Cab,DCab->...D", (E, 3, p, p), axes, rngs=rngs)
         self.norm = nn.RMSNorm(E, eps=EPS)  # before the layers
@@ -152,34 +126,15 @@ class PixtralVision(nnx.Module):
         self.merger = Merger(cfg, eps, rngs=rngs) if cfg.kind == MERGING else None
         self.up = nn.Einsum("...E,FE->...F", (D, E), ("mlp", "vision"), bias=cfg.bias, rngs=rngs)
         self.down = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), bias=cfg.bias, rngs=rngs)
-        self.shape, self.merge = (3, p, p), cfg.merge
-        self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta, alternating=True)
 
-    def __call__(
-        self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
-    ) -> tuple[Float[Array, "R S D"], None]:
-        """Returns a vector for each square of patches, and None: there is nothing for later layers.
+    def before_layers(self, x: Float[Array, "R P E"], at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
+        """Returns the normed input of the layers."""
+        return self.norm(x)
 
-        Args:
-            images: Patches of normalised pixels, in rows.
-            dtype: The dtype of the computation.
-            remat: Policy of recomputation, see `nn.remat`.
-        """
-        pixels, at = pad_to_squares(images, self.merge)
-        ctx = patch_context(at, (at.row, at.column), self.rope)
-        pixels = pixels.astype(dtype).reshape(*pixels.shape[:2], *self.shape)
-        x = constrain(self.norm(self.patches(pixels)), "batch", "seq", "act_embed")
-        x, _, _ = self.layers(x, ctx, remat=remat)
+    def after_layers(self, x: Float[Array, "R P E"]) -> Float[Array, "R S D"]:
+        """Returns the vectors of squares."""
         x = x if self.merger is None else self.merger(x)
-        return self.down(exact_gelu(self.up(x))), None
-
-
-def inputs(tower: PixtralVision | None, cfg: Vision | None) -> dict[str, Any]:
-    """Returns the images that a text model with this encoder reads, nothing without one."""
-    if cfg is None:
-        return {}
-    images = nn.vision.PatchInput(tower, tokens=(cfg.image_token,), merge=cfg.merge, patch_dim=cfg.patch_dim)
-    return {"images": images}
+        return self.down(exact_gelu(self.up(x)))
 
 
 def _read_kind(hf: HFConfig, c: Any) -> str:
@@ -214,10 +169,7 @@ FIELDS = Fields(
         *fields.under(
             "vision_config",
             [
-                Field("dim", "hidden_size"),
-                Field("num_layers", "num_hidden_layers"),
-                Field("num_heads", "num_attention_heads"),
-                Field("mlp_dim", "intermediate_size"),
+                *fields.ENCODER,
                 Field("act", "hidden_act"),
                 Field("patch_size"),
                 Field("image_size"),
@@ -236,7 +188,6 @@ FIELDS = Fields(
     },
     ignored=[  # of all configs, of none but text models
         "vision_config.tie_word_embeddings",
-        "vision_config.is_composition",
         "vision_config.vocab_size",
     ],
     absent={
@@ -251,9 +202,11 @@ FIELDS = Fields(
 
 def table() -> Table:
     """Maps the tensor names of the releases to parameters; transformers has another prefix."""
-    layer = [replace(e, hf_name=e.hf_name.replace("self_attn.", "attention.")) for e in names.ATTENTION]
-    layer += [replace(e, hf_name=e.hf_name.replace("mlp.", "feed_forward.")) for e in names.MLP]
-    layer += [Weight("attention_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
+    layer = [
+        *names.norms(attn_norm="attention_norm", mlp_norm="ffn_norm"),
+        *names.attention("attention.{}_proj", "attn", out="attention.o_proj"),
+        *names.mlp("feed_forward.{}_proj", "mlp"),
+    ]
     joined = "multi_modal_projector.patch_merger.merging_layer.weight"
     return [
         Weight("vision_tower.patch_conv.weight", "tower.patches.w"),

@@ -6,16 +6,16 @@ model.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models._sizes import AttentionSizes
-from maxlib.models._vision import pad_to_squares, patch_context
+from maxlib.models._vision import PatchEncoder, PatchSizes
+from maxlib.models._vision import inputs as inputs
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
@@ -25,31 +25,27 @@ SECTIONS = (24, 20, 20)  # of M-RoPE: pairs of a head that turn by time, row and
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision:
+class Vision(PatchSizes):
     """Sizes of the encoder, and the placeholders that stand for a square of patches each."""
+
+    mrope: ClassVar[bool] = True
 
     dim: int = 1152
     num_layers: int = 27
     num_heads: int = 16
     mlp_dim: int = 4304
     patch_size: int = 16
-    frames: int = 2  # of a patch; an image is shown in all of them
-    merge: int = 2
+    frames: int = 2
     num_positions: int = 2304  # of a square table, resized for each image
     deepstack: tuple[int, ...] = ()  # layers that also feed the first text layers
-    rope_theta: float = 10_000.0
-    image_token: int
     video_token: int
     start_token: int
     end_token: int
 
     def __post_init__(self):
+        super().__post_init__()
         if math.isqrt(self.num_positions) ** 2 != self.num_positions:
             raise ValueError(f"num_positions (num_position_embeddings) must be a square, got {self.num_positions}")
-        if self.dim % (4 * self.num_heads):
-            raise ValueError(
-                f"num_heads must divide dim (hidden_size) into heads of multiples of 4, got {self.num_heads} and {self.dim}"
-            )
         if sorted({*self.deepstack}) != list(self.deepstack) or not all(
             0 <= number < self.num_layers for number in self.deepstack
         ):
@@ -59,21 +55,9 @@ class Vision:
             )
 
     @property
-    def patch_dim(self) -> int:
-        """Number of values in a patch."""
-        return 3 * self.frames * self.patch_size**2
-
-    def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
-        """Cuts an image into patches, as Hugging Face's processor does with one that it has resized.
-
-        Args:
-            image: RGB from -1 to 1, whose sides are multiples of `patch_size * merge`.
-
-        Returns:
-            Patches, `n patch_dim`, and their grid of 1 frame, rows and columns, `1 3`.
-        """
-        patches = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=self.frames)
-        return np.asarray(patches.pixels), np.asarray(patches.grids)
+    def tokens(self) -> tuple[int, ...]:
+        """The placeholders of images and of frames."""
+        return self.image_token, self.video_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +87,7 @@ class Block(nn.vision.EncoderBlock):
     """Pre-norm layer in which each patch attends to all of its image; it may report what it returns as `kept`."""
 
     def __init__(self, cfg: Vision, *, keep: bool, rngs: nnx.Rngs):
-        rope = ops.AxialRope(cfg.dim // cfg.num_heads, cfg.rope_theta)
-        super().__init__(cfg.dim, cfg.mlp_dim, num_heads=cfg.num_heads, rope=rope, rngs=rngs)
+        super().__init__(cfg.dim, cfg.mlp_dim, num_heads=cfg.num_heads, rope=cfg.rope, rngs=rngs)
         self.keep = keep
 
     def __call__(self, x: Float[Array, "R P E"], ctx: nn.Context, cache: None = None):
@@ -129,7 +112,14 @@ class Merger(nnx.Module):
         return self.down(exact_gelu(self.up(x)))
 
 
-class QwenVision(nnx.Module):
+def video_patches(cfg: PatchSizes, *, bias: bool, rngs: nnx.Rngs) -> nn.Einsum:
+    """Makes the projection of patches of several frames, which files have as a convolution."""
+    shape = (cfg.dim, 3, cfg.frames, cfg.patch_size, cfg.patch_size)
+    axes = ("embed", "channel", "frame", "patch_row", "patch_column")
+    return nn.Einsum("...CFab,DCFab->...D", shape, axes, bias=bias, rngs=rngs)
+
+
+class QwenVision(PatchEncoder):
     """Image encoder: learned positions on a grid that is resized for each image, and rotation by row and column.
 
     Args:
@@ -139,38 +129,29 @@ class QwenVision(nnx.Module):
     """
 
     def __init__(self, cfg: Vision, text_dim: int, *, rngs: nnx.Rngs):
-        E, p = cfg.dim, cfg.patch_size
-        axes = ("embed", "channel", "frame", "patch_row", "patch_column")
-        self.patches = nn.Einsum("...CFab,DCFab->...D", (E, 3, cfg.frames, p, p), axes, bias=True, rngs=rngs)
+        E, m = cfg.dim, cfg.merge
+        self.cfg = cfg
+        self.patches = video_patches(cfg, bias=True, rngs=rngs)
         init = nnx.initializers.normal(E**-0.5)
         self.positions = nnx.Param(init(rngs.params(), (cfg.num_positions, E), jnp.float32), axes=("position", "embed"))
         keep = [i in cfg.deepstack for i in range(cfg.num_layers)]
         self.layers = nn.Stack(lambda keep, rngs: Block(cfg, keep=keep, rngs=rngs), keep, rngs=rngs)
-        m = cfg.merge
         self.merger = Merger(E, m, text_dim, norm_first=True, rngs=rngs)
         self.mergers = nnx.List([Merger(E, m, text_dim, norm_first=False, rngs=rngs) for _ in cfg.deepstack])
-        self.shape, self.merge, self.side = (3, cfg.frames, p, p), cfg.merge, math.isqrt(cfg.num_positions)
-        self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta)
+        self.shape, self.side = (3, cfg.frames, cfg.patch_size, cfg.patch_size), math.isqrt(cfg.num_positions)
 
     def __call__(
         self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
     ) -> tuple[Float[Array, "R S D"], Float[Array, "R S n D"] | None]:
-        """Returns a vector for each square of patches, and those of each layer in `deepstack`.
-
-        Args:
-            images: Patches of pixels from -1 to 1, in rows.
-            dtype: The dtype of the computation.
-            remat: Policy of recomputation, see `nn.remat`.
-        """
-        pixels, at = pad_to_squares(images, self.merge)
-        ctx = patch_context(at, (at.row, at.column), self.rope)
-        pixels = pixels.astype(dtype).reshape(*pixels.shape[:2], *self.shape)
-        x = self.patches(pixels) + jnp.asarray(self._positions(at), dtype)
-        x = constrain(x, "batch", "seq", "act_embed")
+        """Returns a vector for each square of patches, and those of each layer in `deepstack`; see `PatchEncoder`."""
         # What layers keep has rows.
-        x, _, aux = self.layers(x, ctx, remat=remat, pipelined=not self.mergers)
+        x, aux = self.run_layers(images, dtype, remat=remat, pipelined=not self.mergers)
         later = [merger(kept) for merger, kept in zip(self.mergers, aux.get("kept", ()), strict=True)]
         return self.merger(x), jnp.stack(later, axis=2) if later else None
+
+    def before_layers(self, x: Float[Array, "R P E"], at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
+        """Returns `x` with its positions added."""
+        return x + self._positions(at).astype(x.dtype)
 
     def _positions(self, at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
         """Returns the learned positions of patches, between which those of images of other sizes lie (bilinear)."""
@@ -192,15 +173,21 @@ class QwenVision(nnx.Module):
         return row(y) * (1 - down) + row(y + 1) * down
 
 
-def inputs(tower: QwenVision | None, cfg: Vision | None) -> dict[str, Any]:
-    """Returns the images that a text model with this encoder reads, nothing without one."""
-    if cfg is None:
-        return {}
-    tokens = cfg.image_token, cfg.video_token
-    images = nn.vision.PatchInput(tower, tokens=tokens, merge=cfg.merge, patch_dim=cfg.patch_dim, mrope=True)
-    return {"images": images}
-
-
+# Fields of the encoders of Qwen's models, in `vision_config` ...
+PATCHES = (
+    Field("num_layers", "depth"),
+    Field("num_heads"),
+    Field("patch_size"),
+    Field("frames", "temporal_patch_size"),
+    Field("merge", "spatial_merge_size"),
+)
+# ... and beside it.
+PLACEHOLDERS = (
+    Field("image_token", "image_token_id"),
+    Field("video_token", "video_token_id"),
+    Field("start_token", "vision_start_token_id"),
+    Field("end_token", "vision_end_token_id"),
+)
 FIELDS = Fields(
     Vision,
     [
@@ -208,21 +195,14 @@ FIELDS = Fields(
             "vision_config",
             [
                 Field("dim", "hidden_size"),
-                Field("num_layers", "depth"),
-                Field("num_heads"),
-                Field("mlp_dim", "intermediate_size"),
-                Field("patch_size"),
-                Field("frames", "temporal_patch_size"),
-                Field("merge", "spatial_merge_size"),
+                fields.MLP,
+                *PATCHES,
                 Field("num_positions", "num_position_embeddings"),
                 Field("deepstack", "deepstack_visual_indexes"),
             ],
         ),
         fields.axial_theta(10_000.0),
-        Field("image_token", "image_token_id"),
-        Field("video_token", "video_token_id"),
-        Field("start_token", "vision_start_token_id"),
-        Field("end_token", "vision_end_token_id"),
+        *PLACEHOLDERS,
     ],
     fixed={"vision_config.in_channels": 3, "vision_config.hidden_act": "gelu_pytorch_tanh"},
 )
@@ -262,12 +242,14 @@ def table(
         mergers: Name of the list of mergers for later layers.
         merger_parts: Names of the norm and the two projections of a merger.
     """
-    layer = [*names.layer_norm("norm1", "attn_norm"), *names.layer_norm("norm2", "mlp_norm")]
-    for n, part in enumerate("qkv"):
-        layer.append(Weight("attn.qkv.weight", f"attn.{part}.w", "(three N H) D -> N H D", {"three": n}))
-        layer.append(Weight("attn.qkv.bias", f"attn.{part}.b", "(three N H) -> N H", {"three": n}))
-    layer += [Weight("attn.proj.weight", "attn.o.w", "D (N H) -> D N H"), Weight("attn.proj.bias", "attn.o.b")]
-    layer += [*names.linear("mlp.linear_fc1", "mlp.up"), *names.linear("mlp.linear_fc2", "mlp.down")]
+    layer = [
+        *names.layer_norm("norm1", "attn_norm"),
+        *names.layer_norm("norm2", "mlp_norm"),
+        *names.qkv("attn.qkv", "attn"),
+        *names.heads_out("attn.proj", "attn.o"),
+        *names.linear("mlp.linear_fc1", "mlp.up"),
+        *names.linear("mlp.linear_fc2", "mlp.down"),
+    ]
     norm, up, down = merger_parts
     merger = [*names.layer_norm(norm, "norm"), *names.linear(up, "up"), *names.linear(down, "down")]
     return [

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from maxlib import ops
 from maxlib.ops import Rope
@@ -40,6 +40,8 @@ class AttentionSizes(Sizes):
 class WindowSizes(AttentionSizes):
     """Sizes of a decoder some of whose layers have a sliding window."""
 
+    period: ClassVar[int] = 1  # usually every so many layers one is FULL, the others are SLIDING
+
     layer_types: tuple[str, ...] | None = None  # FULL or SLIDING for each layer; None: the usual ones
     window: int | None = None  # of the sliding layers
 
@@ -48,8 +50,8 @@ class WindowSizes(AttentionSizes):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """FULL or SLIDING for each layer; without `layer_types` all are FULL."""
-        return self.layer_types or (FULL,) * self.num_layers
+        """FULL or SLIDING for each layer."""
+        return self.layer_types or every(self.period, self.num_layers, SLIDING, FULL)
 
     @property
     def masks(self) -> tuple[ops.Mask, ...]:
@@ -58,19 +60,12 @@ class WindowSizes(AttentionSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotatedWindowSizes(AttentionSizes):
+class RotatedWindowSizes(WindowSizes):
     """Layers with windows, of which alone the heads are rotated, and full ones; without a window all are full ones."""
-
-    window: int | None = None  # of the sliding layers
-    # FULL or SLIDING for each layer; None: every fourth is FULL, and without a window all are.
-    layer_types: tuple[str, ...] | None = None
-
-    def __post_init__(self):
-        fields.check_layer_types(self)
 
     @property
     def types(self) -> tuple[str, ...]:
-        """FULL or SLIDING for each layer."""
+        """FULL or SLIDING for each layer: usually every fourth is FULL, and without a window all are."""
         return self.layer_types or every(1 if self.window is None else 4, self.num_layers, SLIDING, FULL)
 
     @property
@@ -88,21 +83,49 @@ class LatentSizes(Sizes):
     kv_rank: int
     nope_dim: int
     v_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedLatentSizes(LatentSizes):
+    """The same with a rotation of the part of keys that all heads share."""
+
     rope: Rope
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSizes:
-    """Sizes of experts and of their router (`fields.DEEPSEEK_EXPERTS` and `fields.GROUPS`)."""
+class SparseSizes:
+    """Sizes of experts (`fields.EXPERTS`)."""
 
     expert_dim: int
     num_experts: int
     top_k: int
+    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSizes(AttentionSizes, SparseSizes):
+    """Sizes of a decoder of Qwen with experts in some layers, and an MLP in the others (`MIXED`)."""
+
+    mlp_dim: int  # of layers without experts
+    renormalize: bool = True  # the weights of a token's experts sum to one
+    sparse_step: int = 1  # every `sparse_step`-th layer has experts, ...
+    dense_layers: tuple[int, ...] = ()  # ... except these
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        every, dense = self.sparse_step, self.dense_layers
+        return tuple((i + 1) % every == 0 and i not in dense and self.num_experts > 0 for i in range(self.num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSizes(SparseSizes):
+    """Sizes of experts and of DeepSeek's router (`fields.DEEPSEEK_EXPERTS` and `fields.GROUPS`)."""
+
     num_groups: int = 1
     top_groups: int = 1
     renormalize: bool = True  # the weights of a token's experts sum to `routed_scale`
     routed_scale: float = 1.0
-    losses: tuple[Any, ...] = ()  # router losses for training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +151,15 @@ class DeltaSizes(Sizes):
     key_dim: int
     value_dim: int
     conv_width: int = 4  # of the convolution over queries, keys and values
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaSizes(Sizes):
+    """Sizes of a decoder with Kimi delta attention."""
+
+    delta_heads: int
+    delta_dim: int  # of a head
+    conv_width: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +205,7 @@ def mixtral_experts(moe: str) -> list[Weight]:
     Args:
         moe: The file's name of the layer of experts.
     """
-    return [
-        Weight(f"{moe}.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I")
-        for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items()
-    ]
+    return names.experts(f"{moe}.experts.{{e}}.{{}}", ("w1", "w3", "w2"))
 
 
 def kimi_delta_attention(a_log: str, at: dict[str, int] | None = None) -> list[Weight]:
@@ -220,6 +249,13 @@ def delta_net_names(cfg: DeltaSizes) -> list[Weight]:
 # Fields of most decoders: those of `AttentionSizes` but the rope, and `mlp_dim`.
 DECODER = (*fields.DECODER, fields.MLP, *fields.ATTENTION)
 
+
+# Fields of `MixedSizes` besides those of experts and of attention.
+MIXED = (
+    Field("renormalize", "norm_topk_prob"),
+    Field("sparse_step", "decoder_sparse_step"),
+    Field("dense_layers", "mlp_only_layers"),
+)
 
 # Mamba-2, in the names of Granite 4 and Falcon-H1, without the number of heads.
 MAMBA = (

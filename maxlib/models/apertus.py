@@ -1,7 +1,6 @@
 """Apertus (Swiss AI 2025, arXiv:2509.14233): Qwen3's attention, and an ungated MLP with a trained activation."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, AttentionSizes
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
+from maxlib.weights import Family, Fields, Table, Weight, fields, names
 
 _SCALED = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
@@ -77,35 +76,23 @@ class Apertus(TextDecoder):
         super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
 
 
-_ROPE = fields.rope(default_theta=12_000_000.0, default_length=65_536)
-
-
-def _read_rope(hf: HFConfig, c: Any) -> Rope:
-    rope = _ROPE.read(hf, c)
-    # A config that says nothing of the rope means the scaled one.
-    stated = "rope_theta" in hf or "rope_scaling" in hf or hf.take("rope_parameters", None, kind=dict)
-    return rope if stated else replace(rope, scaling=_SCALED)
-
-
 FIELDS = Fields(
     Config,
     [
         *DECODER,
-        Computed("rope", _read_rope, _ROPE.write),
+        # A config that says nothing of the rope means the scaled one.
+        fields.rope(default_theta=12_000_000.0, default_length=65_536, default_scaling=_SCALED),
         fields.ATTENTION_BIAS,
     ],
     model_types={"apertus": "ApertusForCausalLM"},
     fixed={"hidden_act": "xielu"},
-    fixed_if_present={"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    fixed_if_present={"post_norm": False, "qk_norm": True},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 
 def _table(cfg: Config) -> Table:
-    norms = [
-        Weight("attention_layernorm.weight", "attn_norm.scale"),
-        Weight("feedforward_layernorm.weight", "mlp_norm.scale"),
-    ]
+    norms = names.norms(attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
     act = [Weight(f"mlp.act_fn.{name}", f"mlp.act.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
     return names.decoder_table([*norms, *names.ATTENTION, *names.MLP, *act])
 

@@ -10,7 +10,7 @@ from maxlib.models import _sizes as sizes
 from maxlib.models._layers import PreNorm, TextDecoder, attention, mamba2
 from maxlib.models._sizes import DECODER, AttentionSizes, MambaSizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +75,17 @@ FIELDS = Fields(
     ],
     model_types={"bamba": "BambaForCausalLM"},
     fixed={"hidden_act": "silu"},
-    # Of the algorithm, of generation, and of training.
-    ignored=("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
     absent={"num_kv_heads": 8, "head_dim": fields.equal_heads, "mamba_state": 256},
-    null={"num_kv_heads": fields.num_heads, "attention_layers": ()},
+    null={"attention_layers": ()},
 )
 
 
 def _table(cfg: Config) -> Table:
     layer = [
-        Weight("input_layernorm.weight", "attn_norm.scale"),
-        Weight("pre_ff_layernorm.weight", "mlp_norm.scale"),
+        *names.norms(attn_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
         *names.ATTENTION,
+        *names.mlp("feed_forward.{}_proj", "mlp"),
     ]
-    for part in ("gate", "up", "down"):
-        layer += names.linear(f"feed_forward.{part}_proj", f"mlp.{part}")
     inner, groups = cfg.mamba_expand * cfg.dim, cfg.mamba_groups * cfg.mamba_state
     layer += names.mamba2("mamba", "mamba", heads=cfg.mamba_heads, inner=inner, groups=groups)
     return names.decoder_table(layer, norm="final_layernorm")

@@ -119,19 +119,7 @@ class Bert(EncoderLM):
 
 
 def _read_first_position(hf: HFConfig, c: Any) -> int:
-    return hf.take("pad_token_id", 1) + 1 if _is_roberta(c) else 0
-
-
-def _is_roberta(c: Any) -> bool:
-    return c.model_type != "bert"
-
-
-def _model_type(cfg: Config) -> str:
-    return "roberta" if cfg.first_position else "bert"
-
-
-def _classifier(cfg: Config) -> str:
-    return "RobertaForSequenceClassification" if cfg.first_position else "BertForSequenceClassification"
+    return 0 if c.model_type == "bert" else hf.take("pad_token_id", 1) + 1
 
 
 def _write_first_position(value: int, cfg: Config) -> dict[str, Any]:
@@ -142,21 +130,17 @@ FIELDS = Fields(
     Config,
     [
         Field("vocab", "vocab_size"),
-        Field("num_layers", "num_hidden_layers"),
-        Field("dim", "hidden_size"),
-        fields.MLP,
-        Field("num_heads", "num_attention_heads"),
+        *fields.ENCODER,
         Field("num_positions", "max_position_embeddings"),
         Field("num_types", "type_vocab_size"),
         Computed("first_position", _read_first_position, _write_first_position),
         Field("norm_eps", "layer_norm_eps"),
-        labels(_classifier),
+        labels(lambda cfg: f"{'Roberta' if cfg.first_position else 'Bert'}ForSequenceClassification"),
     ],
     model_types={"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM"},
-    model_type=_model_type,
+    model_type=lambda cfg: "roberta" if cfg.first_position else "bert",
     fixed={"hidden_act": "gelu", "tie_word_embeddings": True},
     fixed_if_present={"position_embedding_type": "absolute"},
-    ignored=("hidden_dropout_prob", "attention_probs_dropout_prob"),
 )
 
 
@@ -224,18 +208,12 @@ def _bert(num_layers: int, dim: int, *, vocab: int = 30_522) -> Config:
     return Config(vocab=vocab, num_layers=num_layers, dim=dim, mlp_dim=4 * dim, num_heads=dim // 64, num_positions=512)
 
 
+# fmt: off
 _ROBERTA = Config(
-    vocab=50_265,
-    num_layers=12,
-    dim=768,
-    mlp_dim=3072,
-    num_heads=12,
-    num_positions=514,
-    num_types=1,
-    first_position=2,
+    vocab=50_265, num_layers=12, dim=768, mlp_dim=3072, num_heads=12, num_positions=514, num_types=1, first_position=2,
     norm_eps=1e-5,
 )
-
+# fmt: on
 PRESETS = {
     "bert-base-uncased": _bert(12, 768),
     "bert-large-uncased": _bert(24, 1024),

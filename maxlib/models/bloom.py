@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder
 from maxlib.models._sizes import Sizes
-from maxlib.weights import Copy, Family, Field, Fields, Renamed, Table, Weight, names
+from maxlib.weights import Family, Field, Fields, Renamed, Table, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,40 +57,28 @@ FIELDS = Fields(
     ],
     model_types={"bloom": "BloomForCausalLM"},
     fixed={"apply_residual_connection_post_layernorm": False},
-    # Of how sums of several devices are computed, and of early versions.
     ignored=(
-        "slow_but_exact",
-        "attention_softmax_in_fp32",
-        "masked_softmax_fusion",
-        "bias_dropout_fusion",
         "offset_alibi",
         "seq_length",
         "skip_bias_add",
         "skip_bias_add_qkv",
         "unk_token_id",
         "n_inner",
-    ),
+    ),  # of early ones
 )
 
 
 def _table(cfg: Config) -> Table:
-    # Each head's query, key and value are neighbours.
-    fused = "self_attention.query_key_value"
     layer = [
         *names.LAYER_NORMS,
-        *(Weight(f"{fused}.weight", f"attn.{p}.w", "(N R H) D -> N H D", at={"R": n}) for n, p in enumerate("qkv")),
-        *(Weight(f"{fused}.bias", f"attn.{p}.b", "(N R H) -> N H", at={"R": n}) for n, p in enumerate("qkv")),
+        *names.qkv("self_attention.query_key_value", "attn", "(N three H)"),  # each head's are neighbours
         *names.heads_out("self_attention.dense", "attn.o"),
         *names.linear("mlp.dense_h_to_4h", "mlp.up"),
         *names.linear("mlp.dense_4h_to_h", "mlp.down"),
     ]
     return [
-        Weight("transformer.word_embeddings.weight", "embed.w"),
+        *names.decoder_table(layer, model="transformer", embed="word_embeddings", layers="h", norm="ln_f"),
         *names.layer_norm("transformer.word_embeddings_layernorm", "embed_norm"),
-        *names.under(layer, "transformer.h.{i}", "layers.{i}"),
-        *names.layer_norm("transformer.ln_f", "norm"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="transformer.word_embeddings.weight"),
         # Releases leave out the prefix.
         *[Renamed(name, f"transformer.{name}") for name in ("word_embeddings", "h.", "ln_f.")],
     ]

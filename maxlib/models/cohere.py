@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.models._layers import Parallel, TextDecoder
+from maxlib.models._layers import Parallel, TextDecoder, attention
 from maxlib.models._sizes import FULL, SLIDING, RotatedWindowSizes, every
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -33,11 +33,8 @@ class Block(Parallel):
     def __init__(self, cfg: Config, mask: ops.Mask, rope: Rope | None, *, rngs: nnx.Rngs):
         D, N, K, H, bias = cfg.dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.attention_bias
         self.attn_norm = nn.LayerNorm(D, eps=cfg.norm_eps, bias=False)
-        self.attn = nn.Attention(
-            D,
-            num_heads=N,
-            num_kv_heads=K,
-            head_dim=H,
+        self.attn = attention(
+            cfg,
             mask=mask,
             rope=rope,
             q_norm=nn.norm.HeadsLayerNorm(N, H, eps=cfg.norm_eps) if cfg.qk_norm else None,
@@ -116,9 +113,7 @@ FIELDS = Fields(
         "use_gated_activation": True,
         "use_parallel_block": True,
     },
-    ignored=("use_parallel_embedding",),  # how the table was split over devices
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

@@ -9,7 +9,7 @@ from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes, llama_table
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.weights import Computed, Family, Fields, HFConfig, fields
+from maxlib.weights import Family, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +49,18 @@ class CWM(TextDecoder):
 
 
 _SCALING = Llama3Scaling(16.0, 1.0, 4.0, 8192)
-_ROPE = fields.rope(default_theta=1_000_000.0, default_length=131_072)
-
-
-def _read_rope(hf: HFConfig, c: Any) -> Rope:
-    """Reads the rope; without any of its fields it is the released one, as in transformers."""
-    rope = _ROPE.read(hf, c)
-    stated = any(name in hf for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-    return rope if stated else Rope(c.head_dim, 1_000_000.0, _SCALING, max_length=rope.max_length)
-
-
 FIELDS = Fields(
     Config,
     [
         *DECODER,
-        Computed("rope", _read_rope, _ROPE.write),
+        # Without any of its fields the rope is the released one, as in transformers.
+        fields.rope(default_theta=1_000_000.0, default_length=131_072, default_scaling=_SCALING),
         fields.layer_types(FULL, SLIDING, usual=_usual),
         fields.WINDOW,
     ],
     model_types={"cwm": "CwmForCausalLM"},
     fixed={"hidden_act": "silu", "mlp_bias": False},
     absent={"num_kv_heads": 8, "head_dim": 128},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 # fmt: off

@@ -12,13 +12,13 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
-from maxlib.models._sizes import ExpertSizes, LatentSizes, MTPSizes, mtp_table
+from maxlib.models._sizes import ExpertSizes, MTPSizes, RotatedLatentSizes, mtp_table
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LatentSizes, ExpertSizes, MTPSizes):
+class Config(RotatedLatentSizes, ExpertSizes, MTPSizes):
     """Sizes of a DeepSeek; `PRESETS` has the published ones.
 
     Version 2 scores experts by softmax, and a group of experts by its best score. Version 3 scores experts by sigmoid,
@@ -34,7 +34,7 @@ class Block(PreNorm):
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = latent_attention(cfg, rngs=rngs)
+        self.attn = latent_attention(cfg, rope=cfg.rope, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)

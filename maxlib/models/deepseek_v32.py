@@ -11,8 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn
-from maxlib.models._layers import TextDecoder, deepseek_experts, latent_scale
-from maxlib.models._sizes import ExpertSizes, LatentSizes, MTPSizes, mtp_table
+from maxlib.models._layers import TextDecoder, deepseek_experts, latent_attention
+from maxlib.models._sizes import ExpertSizes, MTPSizes, RotatedLatentSizes, mtp_table
 from maxlib.ops import Rope, YarnScaling
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -21,7 +21,7 @@ CHOOSES, SHARES = "full", "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LatentSizes, ExpertSizes, MTPSizes):
+class Config(RotatedLatentSizes, ExpertSizes, MTPSizes):
     """Sizes of a DeepSeek V3.2, or a GLM-5; `PRESETS` has the published ones."""
 
     is_glm: bool = False  # whose indexer rotates pairs instead of halves
@@ -79,15 +79,10 @@ class Block(nn.Layer):
 def _attention(cfg: Config, *, shared: bool, rngs: nnx.Rngs) -> nn.SparseMLA:
     # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, a rotary key of 64 and an index key of 128.
     # The norms of the latents have the default epsilon, whatever `norm_eps`.
-    return nn.SparseMLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
+    return latent_attention(
+        cfg,
+        nn.SparseMLA,
         rope=cfg.rope,
-        scale=latent_scale(cfg),
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
         index_heads=cfg.index_heads,
         index_dim=cfg.index_dim,
         index_rope=cfg.index_rope,
@@ -193,8 +188,6 @@ FIELDS = Fields(
     fixed_if_present={
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "mlp_bias": False,
-        "moe_layer_freq": 1,
         "rope_interleave": True,
         "layer_types": lambda c: ["indexed_attention"] * c.num_layers,  # every layer has an indexer
     },

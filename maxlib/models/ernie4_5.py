@@ -44,7 +44,6 @@ FIELDS = Fields(
     model_types={"ernie4_5": "Ernie4_5ForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": 2, "head_dim": 128},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 # fmt: off

@@ -11,7 +11,7 @@ from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, FULL, SLIDING, RotatedWindowSizes, every
 from maxlib.ops import Llama3Scaling, Rope
-from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,8 @@ FIELDS = Fields(
 
 
 def _table(cfg: Config) -> Table:
-    layer = [
-        *names.ATTENTION,
-        Weight("post_attention_layernorm.weight", "attn_post_norm.scale"),
-        *names.MLP,
-        Weight("post_feedforward_layernorm.weight", "mlp_post_norm.scale"),
-    ]
-    return names.decoder_table(layer)
+    norms = names.norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+    return names.decoder_table([*names.ATTENTION, *names.MLP, *norms])
 
 
 # fmt: off

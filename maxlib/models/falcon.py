@@ -12,7 +12,7 @@ from maxlib.models._layers import Parallel, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes
 from maxlib.nn.vision import exact_gelu
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Copy, Family, Field, Fields, HFConfig, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ FIELDS = Fields(
         Field("grouped", "new_decoder_architecture"),
         Computed("num_kv_heads", _read_kv_heads, _write_kv_heads),
         Computed("two_norms", _read_two_norms, _write_two_norms),
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         fields.rope(default_length=2048),
         Field("bias"),
     ],
@@ -89,7 +89,6 @@ FIELDS = Fields(
     fixed={"activation": "gelu", "alibi": False, "parallel_attn": True},
     ignored=("apply_residual_connection_post_layernorm",),  # in releases, read by nothing
     absent={"mlp_dim": lambda c: 4 * c.dim},
-    null={"mlp_dim": lambda c: 4 * c.dim},
 )
 
 
@@ -107,18 +106,11 @@ def _table(cfg: Config) -> Table:
     layer += [
         *names.layer_norm("ln_attn" if cfg.two_norms else "input_layernorm", "attn_norm"),
         *names.layer_norm("ln_mlp", "mlp_norm"),
-        Weight("self_attention.dense.weight", "attn.o.w", "D (N H) -> D N H"),
-        Weight("self_attention.dense.bias", "attn.o.b"),
+        *names.heads_out("self_attention.dense", "attn.o"),
         *names.linear("mlp.dense_h_to_4h", "mlp.up"),
         *names.linear("mlp.dense_4h_to_h", "mlp.down"),
     ]
-    return [
-        Weight("transformer.word_embeddings.weight", "embed.w"),
-        *names.under(layer, "transformer.h.{i}", "layers.{i}"),
-        *names.layer_norm("transformer.ln_f", "norm"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="transformer.word_embeddings.weight"),
-    ]
+    return names.decoder_table(layer, model="transformer", embed="word_embeddings", layers="h", norm="ln_f")
 
 
 # fmt: off

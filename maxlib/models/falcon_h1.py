@@ -12,7 +12,7 @@ from maxlib import nn
 from maxlib.models._layers import TextDecoder, attention, mamba2
 from maxlib.models._sizes import DECODER, MAMBA, AttentionSizes, MambaSizes, mamba_heads
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,22 +151,18 @@ FIELDS = Fields(
     ],
     model_types={"falcon_h1": "FalconH1ForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"mamba_use_mlp": True, "attn_layer_indices": None, "sliding_window": None},
-    # Of the algorithm, of generation, and of code that transformers does not have.
-    ignored=("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "expansion_factor", "time_step_floor"),
+    fixed_if_present={"mamba_use_mlp": True},
+    ignored=("mlp_expansion_factor", "expansion_factor"),  # of code that transformers does not have
     absent={"num_kv_heads": 8, "head_dim": fields.equal_heads, "mamba_state": 256},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 
 def _table(cfg: Config) -> Table:
     layer = [
-        Weight("input_layernorm.weight", "attn_norm.scale"),
-        Weight("pre_ff_layernorm.weight", "mlp_norm.scale"),
+        *names.norms(attn_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
         *names.ATTENTION,
+        *names.mlp("feed_forward.{}_proj", "mlp"),
     ]
-    for part in ("gate", "up", "down"):
-        layer += names.linear(f"feed_forward.{part}_proj", f"mlp.{part}")
     groups = cfg.mamba_groups * cfg.mamba_state
     layer += names.mamba2("mamba", "mamba", heads=cfg.mamba_heads, inner=cfg.mamba_dim, groups=groups)
     return names.decoder_table(layer, norm="final_layernorm")

@@ -3,21 +3,23 @@ branch, soft-caps.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import jax
 from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models._layers import GemmaDecoder, PreNorm, attention
-from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes
+from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes, every
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(WindowSizes):
-    """Sizes of a Gemma 2; `PRESETS` has the published ones."""
+    """Sizes of a Gemma 2; `PRESETS` has the published ones. Local and global layers alternate, local ones first."""
+
+    period: ClassVar[int] = 2
 
     mlp_dim: int
     window: int = 4096  # of the local layers
@@ -26,11 +28,6 @@ class Config(WindowSizes):
     final_softcap: float | None = 30.0
     tied: bool = True
     attention_bias: bool = False
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """SLIDING or FULL; by default in turn, SLIDING first, for each layer."""
-        return self.layer_types or _in_turn(self)
 
 
 class Block(PreNorm):
@@ -56,10 +53,6 @@ class Block(PreNorm):
         self.mlp_post_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
 
 
-def _in_turn(cfg: Any) -> tuple[str, ...]:
-    return tuple(FULL if i % 2 else SLIDING for i in range(cfg.num_layers))
-
-
 class Gemma2(GemmaDecoder):
     """Gemma 2: every other layer only attends to the last 4096 tokens; scores and logits are capped by a tanh."""
 
@@ -74,7 +67,7 @@ FIELDS = Fields(
         *DECODER,
         fields.rope(),
         fields.WINDOW,
-        fields.layer_types(SLIDING, FULL, usual=_in_turn),
+        fields.layer_types(SLIDING, FULL, usual=lambda c: every(2, c.num_layers, SLIDING, FULL)),
         Field("query_scalar", "query_pre_attn_scalar"),
         Field("attention_softcap", "attn_logit_softcapping"),
         Field("final_softcap", "final_logit_softcapping"),

@@ -3,7 +3,7 @@ an image encoder.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -11,41 +11,30 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import _gemma3_vision as vision
 from maxlib.models._layers import GemmaDecoder, PreNorm, attention
-from maxlib.models._sizes import DECODER, AttentionSizes
+from maxlib.models._sizes import DECODER, FULL, SLIDING, WindowSizes, every
 from maxlib.ops import LinearScaling, Rope
 from maxlib.weights import Family, Field, Fields, HFConfig, Multimodal, Renamed, Table, fields, names
 
 Vision = vision.Vision
 
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL = SLIDING, FULL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
-    """Sizes of a Gemma 3; `PRESETS` has the published ones."""
+class Config(WindowSizes):
+    """Sizes of a Gemma 3; `PRESETS` has the published ones. Every sixth layer is GLOBAL, the others are LOCAL."""
+
+    period: ClassVar[int] = 6
 
     mlp_dim: int
     rope: Rope  # of the global layers
     local_rope: Rope
     window: int  # of the local layers
-    layer_types: tuple[str, ...] | None = None  # LOCAL or GLOBAL for each layer; None: every sixth is global
     query_scalar: int = 256  # scores are divided by its square root
     tied: bool = True
     attention_bias: bool = False
     bidirectional: bool = False  # an encoder: tokens attend to later ones, local layers to half a window on each side
     vision: Vision | None = None
-
-    def __post_init__(self):
-        fields.check_layer_types(self)
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """LOCAL or GLOBAL for each layer."""
-        return self.layer_types or _pattern(self.num_layers)
-
-
-def _pattern(num_layers: int, period: int = 6) -> tuple[str, ...]:
-    return tuple(LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers))
 
 
 class Block(PreNorm):
@@ -115,7 +104,7 @@ def _by_period(hf: HFConfig, c: Any) -> tuple[str, ...]:
         if hf.take("layer_types", None) is not None:
             return ()  # the config says what each layer is, and the period counts for nothing
         raise ValueError(f"{hf.where('sliding_window_pattern')} must be at least 1, got {period}.")
-    return _pattern(c.num_layers, period)
+    return every(period, c.num_layers, LOCAL, GLOBAL)
 
 
 TEXT = Fields(
@@ -131,18 +120,14 @@ TEXT = Fields(
             default_length=CONTEXT,
         ),
         fields.WINDOW,
-        fields.layer_types(LOCAL, GLOBAL, usual=lambda c: _pattern(c.num_layers), absent=_by_period),
+        fields.layer_types(LOCAL, GLOBAL, usual=lambda c: every(6, c.num_layers, LOCAL, GLOBAL), absent=_by_period),
         Field("query_scalar", "query_pre_attn_scalar"),
         fields.ATTENTION_BIAS,
         Field("bidirectional", "use_bidirectional_attention"),
     ],
     model_types={"gemma3_text": "Gemma3ForCausalLM"},
     fixed={"hidden_activation": GELU},
-    fixed_if_present={
-        "hidden_act": GELU,
-        "attn_logit_softcapping": (None, False),
-        "final_logit_softcapping": (None, False),
-    },
+    fixed_if_present={"hidden_act": GELU},
     ignored=["_sliding_window_pattern"],  # transformers 5 writes it beside layer_types, and never reads it
     absent={
         "vocab": 262_208,

@@ -1,7 +1,7 @@
 """Drafters of Gemma 4 (Google DeepMind 2026): small models that guess tokens ahead from another model's last keys.
 
 A drafter has no keys, and so no cache. It takes those of the last layer of either type of its target, a
-`gemma4.Gemma4`, and the target's last hidden state: `inference.speculate(generator, prompts, drafter=drafter)`.
+`gemma4.Gemma4`, and the target's last hidden state: `inference.LocalEngine(target, num_drafts=4, drafter=drafter)`.
 
 Shapes: B rows, T tokens, N drafts, S keys, D width, E width of the target, V vocabulary, C clusters, K chosen ones.
 """

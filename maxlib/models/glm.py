@@ -10,7 +10,7 @@ from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, AttentionSizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Fields, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +55,14 @@ FIELDS = Fields(
     model_type=lambda cfg: "glm4" if cfg.post_norms else "glm",
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": 2, "head_dim": 128},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 
 def _table(cfg: Config) -> Table:
     norms = names.NORMS
     if cfg.post_norms:
-        norms += (
-            Weight("post_self_attn_layernorm.weight", "attn_post_norm.scale"),
-            Weight("post_mlp_layernorm.weight", "mlp_post_norm.scale"),
-        )
-    mlp = [
-        Weight("mlp.gate_up_proj.weight", "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
-        Weight("mlp.gate_up_proj.weight", "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
-        Weight("mlp.down_proj.weight", "mlp.down.w"),
-    ]
+        norms += (*names.norms(attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"),)
+    mlp = [*names.gate_up("mlp.gate_up_proj", "mlp"), *names.linear("mlp.down_proj", "mlp.down")]
     return names.decoder_table([*norms, *names.ATTENTION, *mlp])
 
 

@@ -1,43 +1,25 @@
 """GLM-4.7-Flash (GLM team 2026): DeepSeek's latent attention, with the router and experts of GLM-4.5."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from flax import nnx
-
-from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
-from maxlib.models._sizes import ExpertSizes, LatentSizes, MTPSizes, mtp_table
+from maxlib.models import deepseek
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, Table, fields, names
+from maxlib.weights import Family, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LatentSizes, ExpertSizes, MTPSizes):
+class Config(deepseek.Config):
     """Sizes of a GLM-4.7-Flash; `PRESETS` has the published ones."""
 
+    version: Literal[3] = 3  # the router and the experts are those of DeepSeek V3
+    renormalize: bool = True
     routed_scale: float = 1.8
     norm_eps: float = 1e-5
 
 
-class Block(PreNorm):
-    """Pre-norm layer of latent attention, with an MLP in the first `num_dense` and experts in all others."""
-
-    def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
-        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = latent_attention(cfg, rngs=rngs)
-        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
-        self.moe: Any = None if dense else deepseek_experts(cfg, rngs=rngs)
-
-
-class GLM4MoELite(TextDecoder):
+class GLM4MoELite(deepseek.DeepSeek):
     """GLM-4.7-Flash: 30B parameters of which a token uses 3B, with a cache of 576 numbers per token and layer."""
-
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        super().__init__(cfg, lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), cfg.dense, rngs=rngs)
-        blocks = [Block(cfg, dense=False, rngs=rngs) for _ in range(cfg.num_mtp)]
-        self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
 
 
 FIELDS = Fields(
@@ -55,14 +37,9 @@ FIELDS = Fields(
     ],
     model_types={"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
     fixed={"hidden_act": "silu", "attention_bias": False, "num_key_value_heads": fields.num_heads},
-    fixed_if_present={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "mlp_bias": False, "moe_layer_freq": 1},
+    fixed_if_present={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     absent={"q_rank": 768},
 )
-
-
-def _table(cfg: Config) -> Table:
-    layer = [*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *names.MLP, *names.MOE]
-    return mtp_table(cfg, layer)
 
 
 # fmt: off
@@ -76,4 +53,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("glm4_moe_lite", GLM4MoELite, FIELDS, _table, PRESETS)
+FAMILY = Family("glm4_moe_lite", GLM4MoELite, FIELDS, deepseek.FAMILY.table, PRESETS)

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _glm5_next_files as files
 from maxlib.models import _glm5_next_vision as vision
-from maxlib.models._layers import TextDecoder, sigmoid_router
-from maxlib.models._sizes import ExpertSizes
+from maxlib.models._layers import TextDecoder, kimi_delta_attention, latent_attention, sigmoid_router
+from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes, LatentSizes
+from maxlib.models._vision import PatchReader
 from maxlib.weights import Family, Field, Fields, Multimodal, fields
 
 Vision = vision.Vision
@@ -19,18 +20,12 @@ LINEAR, INDEXED = files.LINEAR, files.INDEXED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertSizes):
+class Config(ExpertSizes, KimiDeltaSizes, LatentSizes):
     """Sizes of a GLM-5.3-Flash; `PRESETS` has the published one."""
 
     layer_types: tuple[str, ...] | None = None  # LINEAR or INDEXED for each layer; None: every fourth is INDEXED
     q_rank: int
-    kv_rank: int
-    nope_dim: int
-    v_dim: int
-    delta_heads: int  # of linear attention ...
-    delta_dim: int
-    conv_width: int = 4
-    lower_bound: float | None = -5.0  # ... and of its log decay
+    lower_bound: float | None = -5.0  # of the log decay of linear attention
     index_heads: int
     index_dim: int
     index_top: int  # keys of the pools that a query attends to
@@ -63,7 +58,7 @@ class Block(nn.Layer):
         self.attn_streams = _connection(cfg, rngs=rngs)
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn: Any = _latent(cfg, rngs=rngs) if kind == INDEXED else None
-        self.delta: Any = _delta_attention(cfg, rngs=rngs) if kind == LINEAR else None
+        self.delta: Any = kimi_delta_attention(cfg, lower_bound=cfg.lower_bound, rngs=rngs) if kind == LINEAR else None
         self.mlp_streams = _connection(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, limit=cfg.act_limit, rngs=rngs) if dense else None
@@ -94,29 +89,13 @@ def _connection(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperConnection:
     )
 
 
-def _delta_attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.KimiDeltaAttention:
-    return nn.KimiDeltaAttention(
-        cfg.dim,
-        num_heads=cfg.delta_heads,
-        head_dim=cfg.delta_dim,
-        conv_width=cfg.conv_width,
-        lower_bound=cfg.lower_bound,
-        norm_eps=cfg.norm_eps,
-        rngs=rngs,
-    )
-
-
 def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
     # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, and an index key with its gates.
-    return nn.SparseMLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
+    return latent_attention(
+        cfg,
+        nn.SparseMLA,
         rope=None,
         shared_dim=0,
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
         norm_eps=cfg.norm_eps,
         index_heads=cfg.index_heads,
         index_dim=cfg.index_dim,
@@ -136,19 +115,12 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(D, F, router=router, activation=act, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class GLM5Next(TextDecoder):
+class GLM5Next(PatchReader, TextDecoder):
     """GLM-5.3-Flash: every fourth layer has a cache of tokens; the head reads the mean of the streams."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.tower = vision.ImageEncoder(cfg.vision, cfg.dim, rngs=rngs)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads; frames of videos have the same placeholder."""
-        cfg = self.cfg.vision
-        images = nn.vision.PatchInput(self.tower, tokens=(cfg.image_token,), merge=cfg.merge, patch_dim=cfg.patch_dim)
-        return {"images": images}
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T n D"], nn.Context]:
         """Prepares the input of the first layer: as many copies of `x` as there are streams."""

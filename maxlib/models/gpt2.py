@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models._layers import PositionedDecoder
 from maxlib.sharding import constrain
-from maxlib.weights import Copy, Family, Field, Fields, Ignore, Renamed, Table, Weight, names
+from maxlib.weights import Family, Field, Fields, Ignore, Renamed, Table, Weight, names
 
 MASK = ops.Causal()
 
@@ -165,27 +165,13 @@ FIELDS = Fields(
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one formula
         "n_ctx": lambda c: c.num_positions,  # of early versions, read by none
     },
-    # What heads for classification did, and a way to compute scores in float32, which ours are anyhow.
-    ignored=(
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-        *("n_special", "predict_special_tokens", "output_past", "reorder_and_upcast_attn"),
-    ),
+    ignored=("n_special", "predict_special_tokens"),  # of heads for classification
     absent={"mlp_dim": lambda c: 4 * c.dim, "num_positions": 1024},
 )
 
 
 def _table(cfg: Config) -> Table:
     """Maps tensor names of Hugging Face to parameters. Releases leave out the prefix, and have the mask as a buffer."""
-    hf_prefix, prefix = "transformer.h.{i}.", "layers.{i}."
-    # Queries, keys and values are thirds of one tensor.
-    thirds = [
-        entry
-        for n, part in enumerate("qkv")
-        for entry in (
-            Weight(f"{hf_prefix}attn.c_attn.weight", f"{prefix}attn.{part}.w", "D (R N H) -> D N H", at={"R": n}),
-            Weight(f"{hf_prefix}attn.c_attn.bias", f"{prefix}attn.{part}.b", "(R N H) -> N H", at={"R": n}),
-        )
-    ]
     layer = [
         *names.layer_norm("ln_1", "attn_norm"),
         Weight("attn.c_proj.weight", "attn.o.w", "(N H) D -> N H D"),
@@ -194,16 +180,13 @@ def _table(cfg: Config) -> Table:
         *names.linear("mlp.c_fc", "mlp.up"),
         *names.linear("mlp.c_proj", "mlp.down"),
     ]
+    for n, part in enumerate("qkv"):  # thirds of one tensor
+        layer.append(Weight("attn.c_attn.weight", f"attn.{part}.w", "D (R N H) -> D N H", {"R": n}))
+        layer.append(Weight("attn.c_attn.bias", f"attn.{part}.b", "(R N H) -> N H", {"R": n}))
     return [
-        Weight("transformer.wte.weight", "embed.w"),
+        *names.decoder_table(layer, model="transformer", embed="wte", layers="h", norm="ln_f"),
         Weight("transformer.wpe.weight", "positions.w"),
-        *thirds,
-        *names.under(layer, hf_prefix[:-1], prefix[:-1]),
-        *names.layer_norm("transformer.ln_f", "norm"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="transformer.wte.weight"),
-        Ignore(hf_prefix + "attn.bias"),
-        Ignore(hf_prefix + "attn.masked_bias"),
+        *[Ignore(f"transformer.h.{{i}}.attn.{name}") for name in ("bias", "masked_bias")],
         *[Renamed(name, f"transformer.{name}") for name in ("wte.", "wpe.", "h.", "ln_f.")],
     ]
 

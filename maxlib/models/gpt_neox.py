@@ -14,7 +14,7 @@ from maxlib import nn
 from maxlib.models._layers import TextDecoder
 from maxlib.models._sizes import Sizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,32 +98,18 @@ FIELDS = Fields(
 
 
 def _table(cfg: Config) -> Table:
-    # Each head's query, key and value are neighbours.
-    qkv = [
-        entry
-        for n, part in enumerate("qkv")
-        for entry in (
-            Weight("attention.query_key_value.weight", f"attn.{part}.w", "(N R H) D -> N H D", at={"R": n}),
-            Weight("attention.query_key_value.bias", f"attn.{part}.b", "(N R H) -> N H", at={"R": n}),
-        )
-    ]
     layer = [
         *names.LAYER_NORMS,
-        *qkv,
-        Weight("attention.dense.weight", "attn.o.w", "D (N H) -> D N H"),
-        Weight("attention.dense.bias", "attn.o.b"),
+        *names.qkv("attention.query_key_value", "attn", "(N three H)"),  # each head's are neighbours
+        *names.heads_out("attention.dense", "attn.o"),
         *names.linear("mlp.dense_h_to_4h", "mlp.up"),
         *names.linear("mlp.dense_4h_to_h", "mlp.down"),
     ]
-    model = "gpt_neox.layers.{i}"
     return [
-        Weight("gpt_neox.embed_in.weight", "embed.w"),
-        *names.under(layer, model, "layers.{i}"),
-        *names.layer_norm("gpt_neox.final_layer_norm", "norm"),
-        Weight("embed_out.weight", "head.w"),
+        *names.decoder_table(layer, model="gpt_neox", embed="embed_in", norm="final_layer_norm", head="embed_out"),
         Renamed("lm_head.", "embed_out."),  # as transformers 5 calls it in memory
         # Buffers of early releases: the causal mask and the frequencies.
-        *[Ignore(f"{model}.attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")],
+        *[Ignore(f"gpt_neox.layers.{{i}}.attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")],
     ]
 
 

@@ -3,36 +3,29 @@ clamped SwiGLU, stored as MXFP4.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import FULL, SLIDING, WindowSizes
+from maxlib.models._sizes import FULL, SLIDING, SparseSizes, WindowSizes, every
 from maxlib.ops import Rope, YarnScaling
-from maxlib.weights import Computed, Convert, Family, Field, Fields, HFConfig, Table, Weight, fields, mxfp4, names
+from maxlib.weights import Convert, Family, Field, Fields, Table, Weight, fields, mxfp4, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(WindowSizes):
-    """Sizes of a GPT-OSS; `PRESETS` has the published ones."""
+class Config(WindowSizes, SparseSizes):
+    """Sizes of a GPT-OSS; `PRESETS` has the published ones. Layers with and without a window alternate."""
 
-    expert_dim: int
-    num_experts: int
-    top_k: int
+    period: ClassVar[int] = 2
+
     window: int = 128  # of the sliding layers
     act_alpha: float = 1.702  # of `ops.ClampedSwiGLU`
     act_limit: float = 7.0
     norm_eps: float = 1e-5
     attention_bias: bool = True
-    losses: tuple[Any, ...] = ()  # router losses for training
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """SLIDING or FULL; by default in turn, SLIDING first, for each layer."""
-        return self.layer_types or _in_turn(self)
 
 
 class Block(PreNorm):
@@ -50,10 +43,6 @@ class Block(PreNorm):
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, activation=act, bias=True, losses=cfg.losses, rngs=rngs)
 
 
-def _in_turn(cfg: Any) -> tuple[str, ...]:
-    return tuple(FULL if i % 2 else SLIDING for i in range(cfg.num_layers))
-
-
 class GptOss(TextDecoder):
     """GPT-OSS: every other layer only attends to the last 128 tokens, and every layer has experts."""
 
@@ -62,16 +51,6 @@ class GptOss(TextDecoder):
 
 
 _YARN = YarnScaling(32.0, 4096, truncate=False)
-_ROPE = fields.rope(default_theta=150_000.0, default_length=131_072)
-
-
-def _read_rope(hf: HFConfig, c: Any) -> Rope:
-    rope = _ROPE.read(hf, c)
-    # YaRN unless the config says something else; transformers 4 says by a null that nothing is scaled.
-    stated = "rope_scaling" in hf or hf.take("rope_parameters", None, kind=dict)
-    return rope if stated else replace(rope, scaling=_YARN)
-
-
 FIELDS = Fields(
     Config,
     [
@@ -80,9 +59,9 @@ FIELDS = Fields(
         *fields.ATTENTION,
         Field("num_experts", "num_local_experts"),
         Field("top_k", "num_experts_per_tok"),
-        Computed("rope", _read_rope, _ROPE.write),
+        fields.rope(default_theta=150_000.0, default_length=131_072, default_scaling=_YARN),
         fields.WINDOW,
-        fields.layer_types(SLIDING, FULL, usual=_in_turn),
+        fields.layer_types(SLIDING, FULL, usual=lambda c: every(2, c.num_layers, SLIDING, FULL)),
         Field("act_alpha", "swiglu_alpha"),
         Field("act_limit", "swiglu_limit"),
         fields.ATTENTION_BIAS,
@@ -99,7 +78,6 @@ FIELDS = Fields(
         "quantization_config.dequantize",
     ],
     absent={"num_kv_heads": 8, "head_dim": 64},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

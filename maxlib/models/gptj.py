@@ -12,7 +12,7 @@ from maxlib import nn
 from maxlib.models._layers import Parallel, TextDecoder
 from maxlib.models._sizes import Sizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Copy, Family, Field, Fields, HFConfig, Ignore, Table, Weight, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Table, Weight, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +68,20 @@ FIELDS = Fields(
     ],
     model_types={"gptj": "GPTJForCausalLM"},
     fixed={"activation_function": ("gelu_new", "gelu_pytorch_tanh")},  # two names of one formula
-    ignored=(  # of classifiers, and of early versions
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "scale_attn_weights"),
-        *("rotary", "n_ctx"),
-    ),
+    ignored=("scale_attn_weights", "rotary", "n_ctx"),  # of early versions
     absent={"mlp_dim": lambda c: 4 * c.dim},
-    null={"mlp_dim": lambda c: 4 * c.dim},
 )
 
 
 def _table(cfg: Config) -> Table:
     layer = [
         *names.layer_norm("ln_1", "attn_norm"),
-        *(entry for part in "qkv" for entry in names.heads(f"attn.{part}_proj", f"attn.{part}")),
-        *names.heads_out("attn.out_proj", "attn.o"),
+        *names.attention("attn.{}_proj", "attn", out="attn.out_proj"),
         *names.linear("mlp.fc_in", "mlp.up"),
         *names.linear("mlp.fc_out", "mlp.down"),
     ]
     return [
-        Weight("transformer.wte.weight", "embed.w"),
-        *names.under(layer, "transformer.h.{i}", "layers.{i}"),
-        *names.layer_norm("transformer.ln_f", "norm"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="transformer.wte.weight"),
+        *names.decoder_table(layer, model="transformer", embed="wte", layers="h", norm="ln_f"),
         Weight("lm_head.bias", "head_bias"),
         # Buffers of early releases: the causal mask, and what hides keys.
         *[Ignore(f"transformer.h.{{i}}.attn.{name}") for name in ("bias", "masked_bias", "embed_positions")],

@@ -5,13 +5,11 @@ MLP.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from maxlib import nn
 from maxlib.models import _sizes as sizes
-from maxlib.models._layers import TextDecoder, attention, mamba2
+from maxlib.models._layers import PreNorm, ScaledDecoder, attention, mamba2
 from maxlib.models._sizes import AttentionSizes, MambaSizes, mamba_heads
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
@@ -50,7 +48,7 @@ class Config(AttentionSizes, MambaSizes):
             )
 
 
-class Block(nn.Layer):
+class Block(PreNorm):
     """Mixes tokens by Mamba-2 or attention, then passes each through an MLP and experts; branches are scaled."""
 
     def __init__(self, cfg: Config, kind: str, *, rngs: nnx.Rngs):
@@ -64,17 +62,6 @@ class Block(nn.Layer):
         self.mlp: Any = None if cfg.num_experts else mlp
         self.moe: Any = _experts(cfg, mlp, rngs=rngs) if cfg.num_experts else None
         self.factor = cfg.residual_factor
-
-    def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
-        h, cache = (self.attn or self.mamba)(self.attn_norm(x), ctx, cache)
-        x = nn.residual(x, self.factor * h, "attn")
-        h = self.mlp_norm(x)
-        h, aux = (self.mlp(h), {}) if self.moe is None else self.moe(h, ctx)
-        return nn.residual(x, self.factor * h, "mlp"), cache, aux
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
-        """Returns an empty cache: keys and values, or a state."""
-        return (self.attn or self.mamba).init_cache(batch, capacity, dtype)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
@@ -94,22 +81,13 @@ def _experts(cfg: Config, shared: nn.GatedMLP, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
-class Granite4(TextDecoder):
+class Granite4(ScaledDecoder):
     """Granite 4: Mamba-2 in most layers, attention in a few; four factors control the size of activations and
     logits.
     """
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.layer_types, rngs=rngs)
-
-    def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-        """Returns the scaled vectors of `tokens`."""
-        return self.cfg.embed_factor * self.embed(tokens, dtype=dtype)
-
-    def leave(self, x: Float[Array, "B T D"], ctx: nn.Context) -> Float[Array, "B T D"]:
-        """Returns the input of the head, divided."""
-        # Applied here instead of in `logits`, because the loss uses hidden states and `head_weight` without `logits`.
-        return super().leave(x, ctx) / self.cfg.logit_divisor
 
 
 def _read_rotated(hf: HFConfig, c: Any) -> bool:
@@ -146,8 +124,7 @@ FIELDS = Fields(
     ],
     model_types={"granitemoehybrid": "GraniteMoeHybridForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"mlp_bias": False, "normalization_function": "rmsnorm"},
-    ignored=("mamba_chunk_size", "init_method"),  # of the algorithm, and of training
+    fixed_if_present={"normalization_function": "rmsnorm"},
     absent={
         "shared_dim": 1024,
         "num_experts": 8,

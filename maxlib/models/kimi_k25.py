@@ -4,20 +4,18 @@ images of any size.
 Shapes: R rows of patches, P patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import deepseek
-from maxlib.models._vision import pad_to_squares, patch_context, square_by_square
-from maxlib.nn.remat import Policy
+from maxlib.models._qwen_vision import PLACEHOLDERS
+from maxlib.models._vision import PatchEncoder, PatchReader, RowByRow
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, Multimodal, Renamed, Table, Weight, fields, names
@@ -26,48 +24,24 @@ EPS = 1e-5  # of the encoder's norms
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision:
+class Vision(RowByRow):
     """Sizes of the encoder, and the placeholder that stands for a square of patches."""
 
-    dim: int = 1152  # E
+    dim: int = 1152
     num_layers: int = 27
     num_heads: int = 16
     mlp_dim: int = 4304
-    patch_size: int = 14
-    merge: int = 2
     side: int = 64  # of a square table of positions, resized for each image
-    rope_theta: float = 10_000.0
     projector_eps: float = 1e-5
     image_token: int = 163_605
     video_token: int = 163_840
     start_token: int = 163_602
     end_token: int = 163_604
 
-    def __post_init__(self):
-        if self.dim % (4 * self.num_heads):
-            raise ValueError(
-                f"num_heads must divide dim (hidden_size) into heads of multiples of 4, got {self.num_heads} and {self.dim}"
-            )
-
     @property
-    def patch_dim(self) -> int:
-        """Number of values in a patch."""
-        return 3 * self.patch_size**2
-
-    def cut(self, image: Float[np.ndarray, "3 H W"]) -> tuple[np.ndarray, np.ndarray]:
-        """Cuts a normalised RGB image into patches `n patch_dim`; returns them and their grid, `1 3`."""
-        patches = nn.vision.patchify(image, self.patch_size, merge=self.merge, frames=1)
-        return np.asarray(patches.pixels), np.asarray(patches.grids)
-
-    def patches(self, pixels: Any, grids: Any, *, counts: Sequence[int] | None = None) -> nn.vision.Patches:
-        """Returns the arrays of Kimi's processor as the model takes them: square by square instead of row by row.
-
-        Args:
-            pixels: `pixel_values`, `n 3 p p`: the patches of all images.
-            grids: `image_grid_thw`, `I 3`: 1 frame, rows and columns of each image.
-            counts: Number of images in each row of tokens, for a row of patches for each of them; None for one row.
-        """
-        return square_by_square(pixels, grids, merge=self.merge, patch_dim=self.patch_dim, counts=counts)
+    def rope(self) -> ops.AxialRope:
+        """The rotary embedding: pairs of neighbouring dimensions turn by column and row in turn."""
+        return ops.AxialRope(self.head_dim, self.rope_theta, interleaved=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +51,7 @@ class Config(deepseek.Config):
     vision: Vision
 
 
-class MoonViT(nnx.Module):
+class MoonViT(PatchEncoder):
     """Image encoder with learned positions, which are resized for each image, and rotation by column and row.
 
     Args:
@@ -88,8 +62,7 @@ class MoonViT(nnx.Module):
 
     def __init__(self, cfg: Vision, text_dim: int, *, rngs: nnx.Rngs):
         E, p, F = cfg.dim, cfg.patch_size, cfg.dim * cfg.merge**2
-        # Pairs of neighbouring dimensions turn by column and row in turn.
-        self.rope = ops.AxialRope(E // cfg.num_heads, cfg.rope_theta, interleaved=True)
+        self.cfg, self.side, self.shape = cfg, cfg.side, (3, p, p)
         axes = ("embed", "channel", "patch_row", "patch_column")
         self.patches = nn.Einsum("...Cab,DCab->...D", (E, 3, p, p), axes, bias=True, rngs=rngs)
         init = nnx.initializers.normal(0.02)
@@ -97,33 +70,23 @@ class MoonViT(nnx.Module):
         self.positions = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=("position", "position", "embed"))
 
         def block(_: Any, rngs: nnx.Rngs) -> nn.vision.EncoderBlock:
-            return nn.vision.EncoderBlock(E, cfg.mlp_dim, num_heads=cfg.num_heads, rope=self.rope, eps=EPS, rngs=rngs)
+            return nn.vision.EncoderBlock(E, cfg.mlp_dim, num_heads=cfg.num_heads, rope=cfg.rope, eps=EPS, rngs=rngs)
 
         self.layers = nn.Stack(block, cfg.num_layers, rngs=rngs)
         self.norm = nn.LayerNorm(E, eps=EPS)
         self.projector_norm = nn.LayerNorm(E, eps=cfg.projector_eps)
         self.up = nn.Einsum("...E,FE->...F", (F, F), ("mlp", "vision"), bias=True, rngs=rngs)
         self.down = nn.Einsum("...F,DF->...D", (text_dim, F), ("embed", "mlp"), bias=True, rngs=rngs)
-        self.shape, self.merge, self.side = (3, p, p), cfg.merge, cfg.side
 
-    def __call__(
-        self, images: nn.vision.Patches, *, dtype: Any = jnp.bfloat16, remat: Policy = None
-    ) -> tuple[Float[Array, "R S D"], None]:
-        """Returns a vector for each square of patches, and None: there is nothing for later layers.
+    def before_layers(self, x: Float[Array, "R P E"], at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
+        """Returns `x` with its positions added."""
+        return x + self._positions(at).astype(x.dtype)
 
-        Args:
-            images: Patches of normalised pixels, in rows.
-            dtype: The dtype of the computation.
-            remat: Policy of recomputation, see `nn.remat`.
-        """
-        pixels, at = pad_to_squares(images, self.merge)
-        ctx = patch_context(at, (at.row, at.column), self.rope)
-        pixels = pixels.astype(dtype).reshape(*pixels.shape[:2], *self.shape)
-        x = self.patches(pixels) + self._positions(at).astype(dtype)
-        x, _, _ = self.layers(constrain(x, "batch", "seq", "act_embed"), ctx, remat=remat)
+    def after_layers(self, x: Float[Array, "R P E"]) -> Float[Array, "R S D"]:
+        """Returns the vectors of squares."""
         # The patches of a square stand together: [R, P, E] -> [R, S, merge^2 * E]
-        x = self.projector_norm(self.norm(x)).reshape(len(x), x.shape[1] // self.merge**2, -1)
-        return self.down(exact_gelu(self.up(x))), None
+        x = self.projector_norm(self.norm(x)).reshape(len(x), x.shape[1] // self.cfg.merge**2, -1)
+        return self.down(exact_gelu(self.up(x)))
 
     def _positions(self, at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
         """Returns the learned positions of patches, resized to the image by a bicubic filter."""
@@ -143,19 +106,12 @@ class MoonViT(nnx.Module):
         return jnp.clip(taps, 0, self.side - 1).astype(jnp.int32), jnp.where(d <= 1, near, far)
 
 
-class KimiK25(deepseek.DeepSeek):
+class KimiK25(PatchReader, deepseek.DeepSeek):
     """Kimi K2 that sees images of any size; positions count tokens. Videos, whose frames are joined, are not read."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
         self.tower = MoonViT(cfg.vision, cfg.dim, rngs=rngs)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads."""
-        cfg = self.cfg.vision
-        images = nn.vision.PatchInput(self.tower, tokens=(cfg.image_token,), merge=cfg.merge, patch_dim=cfg.patch_dim)
-        return {"images": images}
 
 
 def _read_merge(hf: Any, c: Any) -> int:
@@ -171,10 +127,7 @@ VISION = Fields(
         *fields.under(
             "vision_config",
             [
-                Field("dim", "hidden_size"),
-                Field("num_layers", "num_hidden_layers"),
-                Field("num_heads", "num_attention_heads"),
-                Field("mlp_dim", "intermediate_size"),
+                *fields.ENCODER,
                 Field("patch_size"),
                 Field("side", "pos_emb_height"),
             ],
@@ -182,10 +135,7 @@ VISION = Fields(
         Computed("merge", _read_merge, lambda merge, cfg: {"vision_config.merge_kernel_size": [merge, merge]}),
         fields.axial_theta(10_000.0),
         Field("projector_eps", "projection_layer_norm_eps"),
-        Field("image_token", "image_token_id"),
-        Field("video_token", "video_token_id"),
-        Field("start_token", "vision_start_token_id"),
-        Field("end_token", "vision_end_token_id"),
+        *PLACEHOLDERS,
     ],
     fixed={
         "vision_config.model_type": "kimi_k25_vision",
@@ -214,12 +164,9 @@ def _table(cfg: Config) -> Table:
         *names.layer_norm("norm1", "mlp_norm"),
         *names.linear("mlp.fc0", "mlp.up"),
         *names.linear("mlp.fc1", "mlp.down"),
-        Weight("wo.weight", "attn.o.w", "D (N H) -> D N H"),
-        Weight("wo.bias", "attn.o.b"),
+        *names.qkv("wqkv", "attn"),
+        *names.heads_out("wo", "attn.o"),
     ]
-    for n, part in enumerate("qkv"):
-        layer.append(Weight("wqkv.weight", f"attn.{part}.w", "(three N H) D -> N H D", {"three": n}))
-        layer.append(Weight("wqkv.bias", f"attn.{part}.b", "(three N H) -> N H", {"three": n}))
     tower = "vision_tower"
     return [
         Renamed("language_model.model.blocks.", "language_model.model.layers."),

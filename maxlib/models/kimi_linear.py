@@ -8,27 +8,22 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, deepseek_experts
-from maxlib.models._sizes import ExpertSizes, kimi_delta_attention, mixtral_experts
+from maxlib.models import _sizes as sizes
+from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, kimi_delta_attention, latent_attention
+from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes, LatentSizes, mixtral_experts
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertSizes):
+class Config(ExpertSizes, KimiDeltaSizes, LatentSizes):
     """Sizes of a Kimi Linear; `PRESETS` has the published one."""
 
     # LINEAR or FULL for each layer; None: every fourth and the last are FULL.
     layer_types: tuple[str, ...] | None = None
     q_rank: int | None = None  # None: queries have no latent
-    kv_rank: int
-    nope_dim: int
     shared_dim: int  # of each key, the part that heads share; it is not rotated
-    v_dim: int
-    delta_heads: int  # of linear attention ...
-    delta_dim: int
-    conv_width: int
     norm_eps: float = 1e-5
     max_length: int = 1_048_576
 
@@ -46,8 +41,11 @@ class Block(PreNorm):
 
     def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn: Any = _latent(cfg, rngs=rngs) if kind == FULL else None
-        self.delta: Any = _delta_attention(cfg, rngs=rngs) if kind == LINEAR else None
+        # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, and one key of 64. Only the states of
+        # other layers know the order of tokens.
+        attend = kind == FULL
+        self.attn: Any = latent_attention(cfg, rope=None, shared_dim=cfg.shared_dim, rngs=rngs) if attend else None
+        self.delta: Any = None if attend else kimi_delta_attention(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else deepseek_experts(cfg, rngs=rngs)
@@ -58,42 +56,11 @@ def _pattern(num_layers: int) -> tuple[str, ...]:
     return tuple(FULL if (i + 1) % 4 == 0 or i + 1 == num_layers else LINEAR for i in range(num_layers))
 
 
-def _delta_attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.KimiDeltaAttention:
-    return nn.KimiDeltaAttention(
-        cfg.dim,
-        num_heads=cfg.delta_heads,
-        head_dim=cfg.delta_dim,
-        conv_width=cfg.conv_width,
-        norm_eps=cfg.norm_eps,
-        rngs=rngs,
-    )
-
-
-def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.MLA:
-    # The cache keeps one latent [B, T, R] per token, R = 512 for all heads, beside one key of 64. The order of tokens
-    # is known to the states of other layers only. The norms of the latents have the default epsilon.
-    return nn.MLA(
-        cfg.dim,
-        num_heads=cfg.num_heads,
-        q_rank=cfg.q_rank,
-        kv_rank=cfg.kv_rank,
-        nope_dim=cfg.nope_dim,
-        v_dim=cfg.v_dim,
-        rope=None,
-        shared_dim=cfg.shared_dim,
-        rngs=rngs,
-    )
-
-
-class KimiLinear(nn.Decoder):
+class KimiLinear(TextDecoder):
     """Kimi Linear: 48B parameters, 3B active; every fourth layer has a cache."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
 
     @property
     def max_length(self) -> int:
@@ -165,12 +132,7 @@ FIELDS = Fields(
         "tie_word_embeddings": False,
         "num_key_value_heads": fields.num_heads,
     },
-    fixed_if_present={
-        "mla_use_nope": True,
-        "moe_router_activation_func": "sigmoid",
-        "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
-    },
+    fixed_if_present={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0},
     # Nothing is rotated; heads have the widths of `qk_nope_head_dim` and so on; with one group the choice is the same.
     ignored=("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "qk_head_dim", "use_grouped_topk"),
     absent={"num_shared": 1, "routed_scale": 2.446},
@@ -179,9 +141,6 @@ FIELDS = Fields(
 
 def _table(cfg: Config) -> Table:
     moe = "block_sparse_moe"
-    shared = [
-        Weight(f"{moe}.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in ("gate", "up", "down")
-    ]
     router = [
         Weight(f"{moe}.gate.weight", "moe.router.gate.w"),
         Weight(f"{moe}.gate.e_score_correction_bias", "moe.router.expert_bias"),
@@ -195,11 +154,11 @@ def _table(cfg: Config) -> Table:
     layer = [
         *names.NORMS,
         *names.mla(cfg.q_rank, cfg.nope_dim),
-        *kimi_delta_attention("one two N three -> N", {"one": 0, "two": 0, "three": 0}),
+        *sizes.kimi_delta_attention("one two N three -> N", {"one": 0, "two": 0, "three": 0}),
         *names.MLP,
         *router,
         *mixtral_experts(moe),
-        *shared,
+        *names.mlp(f"{moe}.shared_experts.{{}}_proj", "moe.shared"),
     ]
     return [*also, *names.decoder_table(layer)]
 

@@ -136,8 +136,7 @@ FIELDS = Fields(
         _of_experts("renormalize", "norm_topk_prob", True),
         _of_experts("routed_scale", "routed_scaling_factor", 1.0),
         Computed("mlp_dim", _read_mlp_dim, _write_mlp_dim),
-        *fields.HEADS,
-        fields.head_dim(),
+        *fields.ATTENTION,
         fields.rope(default_theta=1_000_000.0, default_length=128_000),
         fields.layer_types(CONV, FULL, usual=lambda c: (FULL,) * c.num_layers, absent=_by_index),
         Field("conv_width", "conv_L_cache"),
@@ -153,17 +152,18 @@ FIELDS = Fields(
         *("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads", "theta"),
         *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
     ),
-    absent={"num_layers": 32, "num_heads": 32, "num_kv_heads": 8},
+    absent={"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": fields.equal_heads},
 )
 
 
 def _table(cfg: Config) -> Table:
     # What a layer lacks (one of both mixers, experts or an MLP) is passed over.
-    renamed = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
-    layer = [Weight("operator_norm.weight", "attn_norm.scale"), Weight("ffn_norm.weight", "mlp_norm.scale")]
-    for entry in names.ATTENTION:
-        part = entry.hf_name.split(".")[1]
-        layer.append(replace(entry, hf_name=entry.hf_name.replace(part, renamed.get(part, part))))
+    layer = [
+        *names.norms(attn_norm="operator_norm", mlp_norm="ffn_norm"),
+        *names.attention("self_attn.{}_proj", "attn", out="self_attn.out_proj"),
+        Weight("self_attn.q_layernorm.weight", "attn.q_norm.scale"),
+        Weight("self_attn.k_layernorm.weight", "attn.k_norm.scale"),
+    ]
     for row, part in enumerate(("in_gate", "out_gate", "value")):
         layer += [
             Weight("conv.in_proj.weight", f"conv.{part}.w", "(R F) D -> F D", {"R": row}),
@@ -173,10 +173,8 @@ def _table(cfg: Config) -> Table:
     layer += [Weight("conv.conv.bias", "conv.conv_bias"), *names.linear("conv.out_proj", "conv.o")]
     # w1, w3 and w2 are gate, up and down.
     for hf_name, part in {"w1": "gate", "w3": "up", "w2": "down"}.items():
-        layer += [
-            Weight(f"feed_forward.{hf_name}.weight", f"mlp.{part}.w"),
-            Weight(f"feed_forward.experts.{{e}}.{hf_name}.weight", f"moe.{part}.w", "O I -> e O I"),
-        ]
+        layer.append(Weight(f"feed_forward.{hf_name}.weight", f"mlp.{part}.w"))
+    layer += names.experts("feed_forward.experts.{e}.{}", ("w1", "w3", "w2"))
     layer += [Weight("feed_forward.gate.weight", "moe.router.gate.w")]
     layer += [Weight("feed_forward.expert_bias", "moe.router.expert_bias")]
     return names.decoder_table(layer, norm="embedding_norm")

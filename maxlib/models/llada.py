@@ -12,7 +12,7 @@ from maxlib import nn, ops
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Table, fields, names
 
 MASK = ops.Full()
 
@@ -66,7 +66,7 @@ FIELDS = Fields(
         Field("mlp_dim", "mlp_hidden_size"),
         Field("num_heads", "n_heads"),
         Field("num_kv_heads", "n_kv_heads"),
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         Computed("rope", _read_rope, _write_rope),
         Field("mask_token", "mask_token_id"),
     ],
@@ -87,32 +87,25 @@ FIELDS = Fields(
         "scale_logits": False,
     },
     fixed_if_present={"multi_query_attention": None},
-    ignored=(  # of options that are off, of training, and of how it is computed
-        *("alibi_bias_max", "attention_layer_norm_with_affine", "block_group_size", "flash_attention"),
-        *("flash_attn_varlen", "init_cutoff_factor", "init_device", "init_fn", "init_std", "mlp_ratio", "precision"),
-        "rope_full_precision",
+    ignored=(  # of options that are off, and of how it is computed
+        *("alibi_bias_max", "attention_layer_norm_with_affine", "block_group_size", "flash_attn_varlen"),
+        *("mlp_ratio", "precision", "rope_full_precision"),
     ),
     absent={"tied": True},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 
 def _table(cfg: Config) -> Table:
     layer = [
-        Weight("attn_norm.weight", "attn_norm.scale"),
-        *(entry for part in "qkv" for entry in names.heads(f"{part}_proj", f"attn.{part}")),
-        *names.heads_out("attn_out", "attn.o"),
-        Weight("ff_norm.weight", "mlp_norm.scale"),
+        *names.norms(attn_norm="attn_norm", mlp_norm="ff_norm"),
+        *names.attention("{}_proj", "attn", out="attn_out"),
         *names.linear("ff_proj", "mlp.gate"),
         *names.linear("up_proj", "mlp.up"),
         *names.linear("ff_out", "mlp.down"),
     ]
     model = "model.transformer"
     return [
-        Weight(f"{model}.wte.weight", "embed.w"),
-        *names.under(layer, f"{model}.blocks.{{i}}", "layers.{i}"),
-        Weight(f"{model}.ln_f.weight", "norm.scale"),
-        Weight(f"{model}.ff_out.weight", "head.w"),
+        *names.decoder_table(layer, model=model, embed="wte", layers="blocks", norm="ln_f", head=f"{model}.ff_out"),
         Ignore(f"{model}.blocks.{{i}}.rotary_emb.inv_freq"),
     ]
 

@@ -93,15 +93,14 @@ FIELDS = Fields(
     [
         *fields.DECODER,
         fields.MLP,
-        *fields.HEADS,
-        fields.head_dim(),
+        *fields.ATTENTION,
         fields.rope(),
         fields.ATTENTION_BIAS,
         Field("mlp_bias"),
     ],
     model_types={"llama": "LlamaForCausalLM"},
     fixed={"hidden_act": "silu"},
-    absent={"num_kv_heads": fields.num_heads, "norm_eps": 1e-6},
+    absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads, "norm_eps": 1e-6},
 )
 
 

@@ -9,8 +9,8 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models import _llama4_vision as vision
-from maxlib.models._layers import PreNorm, TextDecoder
-from maxlib.models._sizes import AttentionSizes
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import AttentionSizes, SparseSizes
 from maxlib.ops import Llama3Scaling, Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
@@ -19,13 +19,11 @@ LOCAL, GLOBAL = "chunked_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(AttentionSizes, SparseSizes):
     """Sizes of a Llama 4; `PRESETS` has the published ones. Multimodal checkpoints keep them in `text_config`."""
 
     mlp_dim: int
-    expert_dim: int
     chunk: int
-    num_experts: int
     top_k: int = 1
     moe_every: int = 1
     qk_norm: bool = True  # on rotated layers
@@ -34,7 +32,6 @@ class Config(AttentionSizes):
     attention_bias: bool = False
     # None: all but every fourth are rotated, these see their chunk only, and every `moe_every`th has experts.
     kinds: tuple["Kind", ...] | None = None
-    losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
     def __post_init__(self):
@@ -59,11 +56,8 @@ class Block(PreNorm):
         # Without a weight it can be applied before the rotation, which preserves norms.
         norm = nn.norm.UnitRMSNorm(cfg.norm_eps) if cfg.qk_norm and kind.rotated else None
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
+        self.attn = attention(
+            cfg,
             mask=ops.Causal() & ops.Chunked(cfg.chunk) if kind.layer_type == LOCAL else ops.Causal(),
             rope=cfg.rope if kind.rotated else None,
             temperature=None if kind.rotated else cfg.temperature,
@@ -193,13 +187,7 @@ TEXT = Fields(
         "chunk": 8192,
         "num_experts": 16,
     },
-    null={
-        "num_kv_heads": fields.num_heads,
-        "head_dim": fields.equal_heads,
-        # To transformers a null means that there is none.
-        "chunk": fields.REQUIRED,
-        "qk_norm": fields.REQUIRED,
-    },
+    null={"chunk": fields.REQUIRED, "qk_norm": fields.REQUIRED},  # to transformers a null means that there is none
 )
 FIELDS = fields.Multimodal(
     TEXT,
@@ -218,10 +206,9 @@ def _table(cfg: Config) -> Table:
         Weight(experts + "gate_up_proj", "moe.gate.w", halves, at={"two": 0}),
         Weight(experts + "gate_up_proj", "moe.up.w", halves, at={"two": 1}),
         Weight(experts + "down_proj", "moe.down.w"),
+        *names.mlp("feed_forward.{}_proj", "mlp"),
+        *names.mlp("feed_forward.shared_expert.{}_proj", "moe.shared"),
     ]
-    for part in ("gate", "up", "down"):
-        layer.append(Weight(f"feed_forward.{part}_proj.weight", f"mlp.{part}.w"))
-        layer.append(Weight(f"feed_forward.shared_expert.{part}_proj.weight", f"moe.shared.{part}.w"))
     if cfg.vision is not None:
         return [*names.decoder_table(layer, prefix="language_model."), *vision.table()]
     # Without `vision` a model reads the text of one that sees.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from maxlib import nn
 from maxlib.models._layers import TextDecoder, mamba2
 from maxlib.models._sizes import MambaSizes
-from maxlib.weights import Computed, Copy, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,7 @@ FIELDS = Fields(
     fixed={"hidden_act": "silu"},
     fixed_if_present={"rms_norm": True},
     ignored=(
-        # Of the algorithm and of training.
-        *("chunk_size", "rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max"),
-        "time_step_floor",
+        *("chunk_size", "time_step_rank", "time_step_min", "time_step_max"),  # of the algorithm and of training
         "norm_before_gate",  # of early versions, which did not read it
         "residual_in_fp32",  # how a sum in bfloat16 is rounded
     ),
@@ -97,11 +95,7 @@ def _table(cfg: Config) -> Table:
     ]
     return [
         Renamed("backbone.embedding.", "backbone.embeddings."),  # as the first releases called it
-        Weight("backbone.embeddings.weight", "embed.w"),
-        *names.under(layer, "backbone.layers.{i}", "layers.{i}"),
-        Weight("backbone.norm_f.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="backbone.embeddings.weight"),
+        *names.decoder_table(layer, model="backbone", embed="embeddings", norm="norm_f"),
     ]
 
 

@@ -9,19 +9,14 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import AttentionSizes, mixtral_experts
+from maxlib.models._sizes import AttentionSizes, SparseSizes, mixtral_experts
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(AttentionSizes, SparseSizes):
     """Sizes of a MiniMax-M2; `PRESETS` has the published ones."""
-
-    expert_dim: int
-    num_experts: int
-    top_k: int
-    losses: tuple[Any, ...] = ()  # router losses for training
 
 
 class Block(PreNorm):

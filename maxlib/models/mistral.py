@@ -14,6 +14,7 @@ from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, AttentionSizes, causal
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Table, fields, names
 
@@ -55,7 +56,7 @@ class Block(PreNorm):
         self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
 
-class Mistral(TextDecoder):
+class Mistral(PatchReader, TextDecoder):
     """Mistral: Llama with a sliding window in every layer of the first release, whose cache is a ring of that size.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
@@ -66,11 +67,6 @@ class Mistral(TextDecoder):
         self.tower = (
             None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
         )
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads, if it has an encoder of them."""
-        return vision.inputs(self.tower, self.cfg.vision)
 
 
 _ROPE = fields.rope()
@@ -98,13 +94,11 @@ TEXT = Fields(
     model_types={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     model_type=lambda cfg: "ministral3" if cfg.ministral else "mistral",
     fixed={"hidden_act": "silu"},
-    ignored=("is_composition",),  # in Pixtral 12B: transformers 4.45 wrote it into all parts of a config
     absent={
         "head_dim": lambda c: 128 if c.ministral else c.dim // c.num_heads,
         "window": lambda c: None if c.ministral else 4096,
         "norm_eps": lambda c: 1e-5 if c.ministral else 1e-6,
     },
-    null={"num_kv_heads": fields.num_heads},
 )
 FIELDS = Multimodal(
     TEXT, {"vision": vision.FIELDS}, model_types=shared.VISION_TYPES, model_type=lambda cfg: cfg.vision.kind

@@ -11,7 +11,8 @@ from maxlib import nn
 from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
-from maxlib.models._sizes import ExpertSizes, LatentSizes
+from maxlib.models._sizes import ExpertSizes, RotatedLatentSizes
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Multimodal, Table, fields, names
 
@@ -20,7 +21,7 @@ _LENGTH = 1_048_576  # of a config that does not say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LatentSizes, ExpertSizes):
+class Config(RotatedLatentSizes, ExpertSizes):
     """Sizes of a Mistral 4; `PRESETS` has the published ones."""
 
     num_dense: int = 0  # number of first layers with a plain MLP
@@ -37,7 +38,9 @@ class Block(PreNorm):
 
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = latent_attention(cfg, temperature=shared.temperature(cfg.rope, cfg.sharpening), rngs=rngs)
+        self.attn = latent_attention(
+            cfg, rope=cfg.rope, temperature=shared.temperature(cfg.rope, cfg.sharpening), rngs=rngs
+        )
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
@@ -58,7 +61,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     return deepseek_experts(cfg, router=router, rngs=rngs)
 
 
-class Mistral4(TextDecoder):
+class Mistral4(PatchReader, TextDecoder):
     """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
@@ -69,11 +72,6 @@ class Mistral4(TextDecoder):
         self.tower = (
             None if cfg.vision is None else vision.PixtralVision(cfg.vision, cfg.dim, eps=cfg.norm_eps, rngs=rngs)
         )
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads, if it has an encoder of them."""
-        return vision.inputs(self.tower, self.cfg.vision)
 
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:
@@ -128,7 +126,7 @@ TEXT = Fields(
         "num_key_value_heads": fields.num_heads,
         "num_local_experts": lambda c: c.num_experts,
     },
-    fixed_if_present={"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1},
+    fixed_if_present={"scoring_func": "softmax", "topk_method": "greedy"},
     absent={"q_rank": 1024, "kv_rank": 256, "nope_dim": 64, "v_dim": 128, "num_experts": 128, "top_k": 4},
 )
 FIELDS = Multimodal(TEXT, {"vision": vision.FIELDS}, model_types={vision.MERGING: shared.VISION_TYPES[vision.MERGING]})

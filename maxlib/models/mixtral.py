@@ -3,27 +3,22 @@ each token.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import AttentionSizes, causal, mixtral_experts
+from maxlib.models._sizes import AttentionSizes, SparseSizes, causal, mixtral_experts
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(AttentionSizes, SparseSizes):
     """Sizes of a Mixtral; `PRESETS` has the published ones."""
 
-    expert_dim: int
-    num_experts: int
-    top_k: int
     window: int | None = None  # None: every token attends to all earlier ones
     norm_eps: float = 1e-5
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.02)`
 
 
 class Block(PreNorm):
@@ -60,7 +55,6 @@ FIELDS = Fields(
     model_types={"mixtral": "MixtralForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"head_dim": fields.equal_heads, "num_experts": 8, "top_k": 2},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

@@ -119,14 +119,6 @@ def _absent_types(hf: HFConfig, c: Any) -> tuple[str, ...]:
     return _usual_types(c, hf.take("global_attn_every_n_layers", 3))
 
 
-def _read_head_dim(hf: HFConfig, c: Any) -> int:
-    return fields.equal_heads(c)
-
-
-def _write_nothing(value: int, cfg: Config) -> dict[str, Any]:
-    return {}
-
-
 def _rope_field(name: str, layer_type: str, theta_field: str, theta: float) -> Computed:
     stored = fields.rope(
         name,
@@ -147,11 +139,8 @@ FIELDS = Fields(
     Config,
     [
         Field("vocab", "vocab_size"),
-        Field("num_layers", "num_hidden_layers"),
-        Field("dim", "hidden_size"),
-        fields.MLP,
-        Field("num_heads", "num_attention_heads"),
-        Computed("head_dim", _read_head_dim, _write_nothing),
+        *fields.ENCODER,
+        fields.EQUAL_HEADS,
         _rope_field("rope", FULL, "global_rope_theta", 160_000.0),
         _rope_field("local_rope", LOCAL, "local_rope_theta", 10_000.0),
         Field("window", "local_attention"),
@@ -168,23 +157,10 @@ FIELDS = Fields(
     ],
     model_types={"modernbert": "ModernBertForMaskedLM"},
     fixed={"hidden_activation": "gelu", "classifier_activation": "gelu"},
-    # Of training, and of how transformers computes the same.
+    # Of training, and others that say nothing here.
     ignored=(
-        *(
-            "initializer_cutoff_factor",
-            "mlp_dropout",
-            "deterministic_flash_attn",
-            "reference_compile",
-            "repad_logits_with_grad",
-        ),
-        *("sparse_prediction", "sparse_pred_ignore_index"),
-        *(
-            "embedding_size",
-            "sliding_window",
-            "global_attn_every_n_layers",
-            "position_embedding_type",
-            "layer_norm_eps",
-        ),
+        *("sparse_prediction", "sparse_pred_ignore_index", "embedding_size", "sliding_window"),
+        *("global_attn_every_n_layers", "position_embedding_type", "layer_norm_eps"),
     ),
 )
 
@@ -192,31 +168,15 @@ FIELDS = Fields(
 def _table(cfg: Config) -> Table:
     """Maps tensor names of Hugging Face to parameters."""
     layer, path, embed = "model.layers.{i}", "layers.{i}", "model.embeddings.tok_embeddings.weight"
-    thirds = [
-        entry
-        for n, projection in enumerate("qkv")
-        for entry in (
-            Weight(f"{layer}.attn.Wqkv.weight", f"{path}.attn.{projection}.w", "(R N H) D -> N H D", at={"R": n}),
-            Weight(f"{layer}.attn.Wqkv.bias", f"{path}.attn.{projection}.b", "(R N H) -> N H", at={"R": n}),
-        )
-    ]
-    halves = [
-        entry
-        for n, half in enumerate(("gate", "up"))
-        for entry in (
-            Weight(f"{layer}.mlp.Wi.weight", f"{path}.mlp.{half}.w", "(two F) D -> F D", at={"two": n}),
-            Weight(f"{layer}.mlp.Wi.bias", f"{path}.mlp.{half}.b", "(two F) -> F", at={"two": n}),
-        )
-    ]
     head = "decoder" if cfg.labels is None else "classifier"
     return [
         Weight(embed, "embed.w"),
         *names.layer_norm("model.embeddings.norm", "embed_norm"),
         *names.layer_norm(f"{layer}.attn_norm", f"{path}.attn_norm"),
-        *thirds,
+        *names.qkv(f"{layer}.attn.Wqkv", f"{path}.attn"),
         *names.heads_out(f"{layer}.attn.Wo", f"{path}.attn.o"),
         *names.layer_norm(f"{layer}.mlp_norm", f"{path}.mlp_norm"),
-        *halves,
+        *names.gate_up(f"{layer}.mlp.Wi", f"{path}.mlp"),
         *names.linear(f"{layer}.mlp.Wo", f"{path}.mlp.down"),
         *names.layer_norm("model.final_norm", "final_norm"),
         *names.linear("head.dense", "norm.dense"),
@@ -227,18 +187,12 @@ def _table(cfg: Config) -> Table:
     ]
 
 
+# fmt: off
 _BASE = Config(
-    vocab=50_368,
-    num_layers=22,
-    dim=768,
-    mlp_dim=1152,
-    num_heads=12,
-    head_dim=64,
-    rope=Rope(64, 160_000.0, max_length=8192),
-    local_rope=Rope(64, 10_000.0, max_length=8192),
-    pooling="mean",
+    vocab=50_368, num_layers=22, dim=768, mlp_dim=1152, num_heads=12, head_dim=64,
+    rope=Rope(64, 160_000.0, max_length=8192), local_rope=Rope(64, 10_000.0, max_length=8192), pooling="mean",
 )
-
+# fmt: on
 PRESETS = {
     "modernbert-base": _BASE,
     "modernbert-large": replace(_BASE, num_layers=28, dim=1024, mlp_dim=2624, num_heads=16),

@@ -7,7 +7,7 @@ from flax import nnx
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder
 from maxlib.models._sizes import Sizes
-from maxlib.weights import Copy, Family, Field, Fields, Table, Weight, names
+from maxlib.weights import Family, Field, Fields, Table, Weight, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,8 @@ FIELDS = Fields(
     },
     fixed_if_present={"logit_scale": (None,), "embedding_fraction": 1.0},
     ignored=(  # with ALiBi, of training, and of how it is computed
-        *("learned_pos_emb", "init_device", "norm_type", "emb_pdrop", "resid_pdrop", "verbose", "init_config"),
-        *("max_seq_len", "tokenizer_name", "attn_config.attn_pdrop", "attn_config.attn_impl"),
-        *("attn_config.attn_uses_sequence_id", "attn_config.model_type"),
+        *("learned_pos_emb", "norm_type", "init_config", "max_seq_len", "attn_config.attn_pdrop"),
+        *("attn_config.attn_impl", "attn_config.attn_uses_sequence_id", "attn_config.model_type"),
     ),
 )
 
@@ -73,19 +72,13 @@ FIELDS = Fields(
 def _table(cfg: Config) -> Table:
     layer = [
         Weight("norm_1.weight", "attn_norm.scale"),
-        *(Weight("attn.Wqkv.weight", f"attn.{p}.w", "(R N H) D -> N H D", at={"R": n}) for n, p in enumerate("qkv")),
-        Weight("attn.out_proj.weight", "attn.o.w", "D (N H) -> D N H"),
+        *names.qkv("attn.Wqkv", "attn"),
+        *names.heads_out("attn.out_proj", "attn.o"),
         Weight("norm_2.weight", "mlp_norm.scale"),
-        Weight("ffn.up_proj.weight", "mlp.up.w"),
-        Weight("ffn.down_proj.weight", "mlp.down.w"),
+        *names.linear("ffn.up_proj", "mlp.up"),
+        *names.linear("ffn.down_proj", "mlp.down"),
     ]
-    return [
-        Weight("transformer.wte.weight", "embed.w"),
-        *names.under(layer, "transformer.blocks.{i}", "layers.{i}"),
-        Weight("transformer.norm_f.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of="transformer.wte.weight"),
-    ]
+    return names.decoder_table(layer, model="transformer", embed="wte", layers="blocks", norm="norm_f")
 
 
 _7B = Config(vocab=50_432, num_layers=32, dim=4096, num_heads=32)

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib.models import _muse_glimmer_vision as vision
-from maxlib.models._layers import PreNorm, TextDecoder
+from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes, causal
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
@@ -45,11 +46,8 @@ class Block(PreNorm):
         D, unit = cfg.dim, nn.norm.UnitRMSNorm(cfg.norm_eps)
         # Unit vectors have scores of at most sqrt(H), which the factor sharpens.
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps, plus_one=True)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
+        self.attn = attention(
+            cfg,
             mask=mask,
             rope=rope,
             q_norm=unit,
@@ -80,7 +78,7 @@ def _usually_rotated(c: Any) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in _usual(c))
 
 
-class MuseGlimmer(TextDecoder):
+class MuseGlimmer(PatchReader, TextDecoder):
     """Muse Glimmer: three layers have a window of 2048 tokens and RoPE, the fourth full attention without positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -88,14 +86,6 @@ class MuseGlimmer(TextDecoder):
         super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), kinds, rngs=rngs)
         self.softcap, sees = cfg.final_softcap, cfg.vision
         self.tower = None if sees is None else vision.ImageEncoder(sees, cfg.dim, norm_eps=cfg.norm_eps, rngs=rngs)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads, if it has an encoder; frames of videos are images."""
-        if (cfg := self.cfg.vision) is None:
-            return {}
-        tokens = cfg.image_token, cfg.video_token
-        return {"images": nn.vision.PatchInput(self.tower, tokens=tokens, merge=cfg.merge, patch_dim=cfg.patch_dim)}
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the vectors of `tokens`, each of mean square one."""
@@ -138,7 +128,7 @@ TEXT = Fields(
     ],
     model_types={"muse_glimmer_text": "MuseGlimmerForConditionalGeneration"},
     fixed={"hidden_activation": "silu", "attention_bias": False},
-    fixed_if_present={"hidden_act": "silu", "attn_logit_softcapping": None, "mlp_bias": False},
+    fixed_if_present={"hidden_act": "silu"},
     absent={"head_dim": 128, "logit_scale": 0.19611613513818404},
 )
 

@@ -55,7 +55,6 @@ FIELDS = Fields(
     model_types={"nemotron": "NemotronForCausalLM"},
     fixed={"hidden_act": "relu2"},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

@@ -1,14 +1,14 @@
 """Nemotron 3 (NVIDIA 2025): each layer is one mixer, Mamba-2, attention, experts without gates, or an MLP."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.models._layers import sigmoid_router, squared_relu
+from maxlib.models._layers import TextDecoder, sigmoid_router, squared_relu
 from maxlib.models._sizes import RouterSizes
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
@@ -41,6 +41,7 @@ class Config(RouterSizes):
     shared_dim: int
     latent_dim: int | None = None  # width that experts see; None: all of it
     norm_eps: float = 1e-5
+    tied: ClassVar[bool] = False
 
     @property
     def num_layers(self) -> int:
@@ -111,15 +112,11 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     )
 
 
-class NemotronH(nn.Decoder):
+class NemotronH(TextDecoder):
     """Nemotron 3: similar numbers of Mamba and expert layers, and a few attention layers without positions."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.cfg = cfg
-        self.embed = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.layers = nn.Stack(lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.pattern, rngs=rngs)
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.head = nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
+        super().__init__(cfg, lambda kind, rngs: Block(cfg, kind, rngs=rngs), cfg.pattern, rngs=rngs)
 
 
 def _read_pattern(hf: HFConfig, c: Any) -> str:
@@ -171,13 +168,12 @@ FIELDS = Fields(
         "attention_bias": False,
         "tie_word_embeddings": False,
     },
-    fixed_if_present={"sliding_window": None, "residual_in_fp32": False, "n_shared_experts": 1},
+    fixed_if_present={"residual_in_fp32": False, "n_shared_experts": 1},
     ignored=(
         # Of the algorithm and of training; time_step_min alone is a limit, in transformers too.
-        *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
-        *("rescale_prenorm_residual", "time_step_limit", "time_step_max", "time_step_floor"),
+        *("chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "time_step_limit", "time_step_max"),
         # Said twice, or read by nothing: heads say how wide Mamba is, and nothing is rotated.
-        *("expand", "mamba_proj_bias", "norm_eps", "rope_theta", "partial_rotary_factor", "num_logits_to_keep"),
+        *("expand", "mamba_proj_bias", "norm_eps", "rope_theta", "partial_rotary_factor"),
         # Multi-token prediction modules are not read.
         *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     ),
@@ -186,8 +182,8 @@ FIELDS = Fields(
 
 def _table(cfg: Config) -> Table:
     # What a layer lacks (all mixers but one) is passed over.
-    attention = [replace(entry, hf_name=entry.hf_name.replace("self_attn", "mixer")) for entry in names.ATTENTION]
     inner, groups = cfg.mamba_heads * cfg.mamba_head_dim, cfg.mamba_groups * cfg.mamba_state
+    attention = names.attention("mixer.{}_proj", "attn", out="mixer.o_proj")
     layer = [Weight("norm.weight", "norm.scale"), *attention]
     layer += names.mamba2("mixer", "mamba", heads=cfg.mamba_heads, inner=inner, groups=groups)
     layer += [
@@ -204,10 +200,7 @@ def _table(cfg: Config) -> Table:
         ]
     return [
         Renamed("model.", "backbone."),
-        Weight("backbone.embeddings.weight", "embed.w"),
-        *names.under(layer, "backbone.layers.{i}", "layers.{i}"),
-        Weight("backbone.norm_f.weight", "norm.scale"),
-        Weight("lm_head.weight", "head.w"),
+        *names.decoder_table(layer, model="backbone", embed="embeddings", norm="norm_f"),
         Ignore("mtp.*"),
     ]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder
+from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes, llama_table
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, fields
+from maxlib.weights import Family, Field, Fields, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +27,9 @@ class Block(PreNorm):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         norm, clip = nn.norm.UnitLayerNorm(cfg.norm_eps), None if cfg.clip is None else nn.norm.Clip(cfg.clip)
         self.attn_norm = norm
-        self.attn = nn.Attention(
-            cfg.dim,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            rope=cfg.rope,
-            bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-            q_norm=clip,
-            k_norm=clip,
-            v_norm=clip,
-            rngs=rngs,
+        bias = cfg.attention_bias
+        self.attn = attention(
+            cfg, rope=cfg.rope, bias=bias, out_bias=bias, q_norm=clip, k_norm=clip, v_norm=clip, rngs=rngs
         )
         self.mlp_norm = norm
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
@@ -55,10 +46,10 @@ class OLMo(TextDecoder):
 FIELDS = Fields(
     Config,
     [
-        *(entry for entry in fields.DECODER if entry.name != "norm_eps"),
+        *fields.without(fields.DECODER, "norm_eps"),
         fields.MLP,
         *fields.HEADS,
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         fields.rope(),
         Field("clip", "clip_qkv"),
         fields.ATTENTION_BIAS,
@@ -66,7 +57,6 @@ FIELDS = Fields(
     model_types={"olmo": "OlmoForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 # fmt: off

@@ -12,7 +12,7 @@ from maxlib import nn, ops
 from maxlib.models._layers import TextDecoder, attention
 from maxlib.models._sizes import DECODER, FULL, SLIDING, AttentionSizes
 from maxlib.ops import Rope, YarnScaling
-from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
+from maxlib.weights import Computed, Family, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +138,8 @@ FIELDS = Fields(
 
 
 def _table(cfg: Config) -> Table:
-    layer = [
-        *names.ATTENTION,
-        Weight("post_attention_layernorm.weight", "attn_norm.scale"),
-        *names.MLP,
-        Weight("post_feedforward_layernorm.weight", "mlp_norm.scale"),
-    ]
-    return names.decoder_table(layer)
+    norms = names.norms(attn_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
+    return names.decoder_table([*names.ATTENTION, *names.MLP, *norms])
 
 
 # fmt: off

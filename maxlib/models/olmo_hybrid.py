@@ -144,13 +144,10 @@ def _delta_weights() -> list[Weight]:
 
 
 def _table(cfg: Config) -> Table:
-    shared = [
-        Weight("attention_layer_norm.weight", "attn_norm.scale"),
+    norms = [
+        *names.norms(attn_norm="attention_layer_norm", mlp_post_norm="post_feedforward_layernorm"),
         # The norm before the MLP where it has one, else the one behind attention: transformers writes both so.
-        Weight("feedforward_layer_norm.weight", "mlp_norm.scale"),
-        Weight("feedforward_layer_norm.weight", "attn_post_norm.scale"),
-        Weight("post_feedforward_layernorm.weight", "mlp_post_norm.scale"),
-        *names.MLP,
+        *names.norms(mlp_norm="feedforward_layer_norm", attn_post_norm="feedforward_layer_norm"),
     ]
     spellings = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
     also = [
@@ -158,7 +155,7 @@ def _table(cfg: Config) -> Table:
         for i in range(cfg.num_layers)
         for hf_name, to in spellings.items()
     ]
-    return [*also, *names.decoder_table([*shared, *names.ATTENTION, *_delta_weights()])]
+    return [*also, *names.decoder_table([*norms, *names.MLP, *names.ATTENTION, *_delta_weights()])]
 
 
 # fmt: off

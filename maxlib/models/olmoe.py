@@ -3,30 +3,27 @@ queries and of keys.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder
-from maxlib.models._sizes import AttentionSizes
+from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import AttentionSizes, SparseSizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, Table, fields, names
+from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(AttentionSizes, SparseSizes):
     """Sizes of an OLMoE; `PRESETS` has the published ones."""
 
-    expert_dim: int
     num_experts: int = 64
     top_k: int = 8
     renormalize: bool = False  # the weights of a token's experts sum to one
     norm_eps: float = 1e-5
     clip: float | None = None  # the largest value of queries and keys, after their norms, and of values
     attention_bias: bool = False
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.01)`
 
 
 class ClippedNorm(nn.norm.HeadsRMSNorm):
@@ -47,11 +44,8 @@ class Block(PreNorm):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D = cfg.dim
         self.attn_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
-        self.attn = nn.Attention(
-            D,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
+        self.attn = attention(
+            cfg,
             rope=cfg.rope,
             bias=cfg.attention_bias,
             out_bias=cfg.attention_bias,
@@ -85,7 +79,7 @@ FIELDS = Fields(
         *fields.DECODER,
         Field("expert_dim", "intermediate_size"),
         *fields.HEADS,
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         fields.rope(),
         Field("num_experts"),
         Field("top_k", "num_experts_per_tok"),
@@ -96,7 +90,6 @@ FIELDS = Fields(
     model_types={"olmoe": "OlmoeForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

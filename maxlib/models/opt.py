@@ -8,7 +8,7 @@ from flax import nnx
 from maxlib import nn
 from maxlib.models._layers import PositionedDecoder, PreNorm
 from maxlib.models._sizes import Sizes
-from maxlib.weights import Copy, Family, Field, Fields, Renamed, Table, Weight, fields, names
+from maxlib.weights import Family, Field, Fields, Renamed, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class OPT(PositionedDecoder):
 FIELDS = Fields(
     Config,
     [
-        *(entry for entry in fields.DECODER if entry.name != "norm_eps"),
+        *fields.without(fields.DECODER, "norm_eps"),
         Field("mlp_dim", "ffn_dim"),
         Field("num_heads", "num_attention_heads"),
         Field("num_positions", "max_position_embeddings"),
@@ -64,28 +64,21 @@ FIELDS = Fields(
         "word_embed_proj_dim": lambda c: (c.dim, None),
     },
     fixed_if_present={"_remove_final_layer_norm": False},
-    ignored=("layerdrop", "init_std", "activation_dropout"),  # of training
 )
 
 
 def _table(cfg: Config) -> Table:
     layer = [
         *names.layer_norm("self_attn_layer_norm", "attn_norm"),
-        *(entry for part in "qkv" for entry in names.heads(f"self_attn.{part}_proj", f"attn.{part}")),
-        *names.heads_out("self_attn.out_proj", "attn.o"),
+        *names.attention("self_attn.{}_proj", "attn", out="self_attn.out_proj"),
         *names.layer_norm("final_layer_norm", "mlp_norm"),
         *names.linear("fc1", "mlp.up"),
         *names.linear("fc2", "mlp.down"),
     ]
-    model, embed = "model.decoder", "model.decoder.embed_tokens.weight"
     return [
-        Weight(embed, "embed.w"),
-        Weight(f"{model}.embed_positions.weight", "positions.w"),
-        *names.under(layer, f"{model}.layers.{{i}}", "layers.{i}"),
-        *names.layer_norm(f"{model}.final_layer_norm", "norm"),
-        Weight("lm_head.weight", "head.w"),
-        Copy("lm_head.weight", of=embed),
-        Renamed("decoder.", f"{model}."),  # of early releases
+        *names.decoder_table(layer, model="model.decoder", norm="final_layer_norm"),
+        Weight("model.decoder.embed_positions.weight", "positions.w"),
+        Renamed("decoder.", "model.decoder."),  # of early releases
     ]
 
 

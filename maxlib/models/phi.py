@@ -11,7 +11,7 @@ from maxlib import nn
 from maxlib.models._layers import Parallel, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Fields, Table, Weight, fields, names
+from maxlib.weights import Family, Fields, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +46,19 @@ FIELDS = Fields(
         *fields.decoder("layer_norm_eps"),
         fields.MLP,
         *fields.HEADS,
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         fields.rope(partial=True, default_length=2048, default_fraction=0.5),
     ],
     model_types={"phi": "PhiForCausalLM"},
     fixed={"hidden_act": ("gelu_new", "gelu_pytorch_tanh"), "qk_layernorm": False},
     absent={"num_kv_heads": fields.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 
 def _table(cfg: Config) -> Table:
     layer = [
         *names.layer_norm("input_layernorm", "attn_norm"),
-        *(entry for entry in names.ATTENTION if "o_proj" not in entry.hf_name),
-        *names.heads_out("self_attn.dense", "attn.o"),
+        *names.attention("self_attn.{}_proj", "attn", out="self_attn.dense"),
         *names.linear("mlp.fc1", "mlp.up"),
         *names.linear("mlp.fc2", "mlp.down"),
     ]

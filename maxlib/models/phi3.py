@@ -80,12 +80,7 @@ FIELDS = Fields(
     ],
     model_types={"phi3": "Phi3ForCausalLM"},
     fixed={"hidden_act": "silu"},
-    # In Phi-4-mini's config; transformers has none of them.
-    fixed_if_present=dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False)
-    | {
-        "full_attn_mod": 1,
-        "interpolate_factor": 1,
-    },
+    fixed_if_present={"full_attn_mod": 1, "interpolate_factor": 1},  # of Phi-4-mini; transformers has neither
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
@@ -101,8 +96,7 @@ def _table(cfg: Config) -> Table:
         *names.NORMS,
         *qkv,
         Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
-        Weight("mlp.gate_up_proj.weight", "mlp.gate.w", "(two F) D -> F D", at={"two": 0}),
-        Weight("mlp.gate_up_proj.weight", "mlp.up.w", "(two F) D -> F D", at={"two": 1}),
+        *names.gate_up("mlp.gate_up_proj", "mlp"),
         Weight("mlp.down_proj.weight", "mlp.down.w"),
     ]
     return names.decoder_table(layer)
@@ -116,22 +110,8 @@ def _longrope(short: tuple[float, ...], long: tuple[float, ...]) -> Rope:
     return Rope(96, 10_000.0, LongRopeScaling(short, long, 4096, factor=32.0), max_length=131_072)
 
 
-# LongRoPE's factors by pair of dimensions: of Phi-3's first release (3), of Phi-3.5, of Phi-4-mini.
+# LongRoPE's factors by pair of dimensions, of Phi-3.5 and of Phi-4-mini.
 # fmt: off
-_LONG_3 = _float32(
-    """
-    1.03 1.05 1.05 1.0799999 1.2299999 1.2299999 1.3 1.4499999 1.5999999 1.6499999 1.8999999 2.86 3.6899998
-    5.4199996 5.49 5.49 9.09 11.58 15.66 15.7699995 15.79 18.36 21.99 23.08 30.009998 32.350002 32.590004 35.560005
-    39.950005 53.840004 56.200005 57.950005 59.290005 59.770004 59.920006 61.190006 61.960007 62.500008 63.370007
-    63.480007 63.480007 63.660007 63.850006 64.08001 64.76001 64.80001 64.81001 64.81001
-    """
-)
-_SHORT_3 = (
-    *[1.05] * 3, *[1.1] * 3, *[1.2500000000000002] * 2, 1.4000000000000004, 1.4500000000000004, 1.5500000000000005,
-    1.8500000000000008, 1.9000000000000008, *[2.000000000000001] * 19, *[2.1000000000000005] * 2, 2.2,
-    *[2.3499999999999996] * 4, *[2.3999999999999995] * 2, 2.6499999999999986, 2.6999999999999984, 2.8999999999999977,
-    2.9499999999999975, *[3.049999999999997] * 3,
-)
 _LONG_3_5 = _float32(
     """
     1.08 1.11 1.14 1.34 1.5899999 1.6 1.62 2.6200001 3.23 3.23 4.79 7.4 7.7000003 9.09 12.2 17.67 24.460001
@@ -166,7 +146,6 @@ _MEDIUM = replace(
 _MINI_3_5 = replace(_MINI, rope=_longrope(_SHORT_3_5, _LONG_3_5), window=262_144)
 PRESETS = {
     "phi-3-mini-4k": _MINI,
-    "phi-3-mini-128k": replace(_MINI_3_5, rope=_longrope(_SHORT_3, _LONG_3)),
     "phi-3-medium-4k": _MEDIUM,
     "phi-3.5-mini": _MINI_3_5,
     "phi-4-mini": replace(

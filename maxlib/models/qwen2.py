@@ -50,7 +50,6 @@ FIELDS = Fields(
     fixed={"hidden_act": "silu"},
     fixed_if_present={"use_mrope": False},
     absent={"head_dim": fields.equal_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

@@ -8,32 +8,21 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder, attention, qwen_experts
-from maxlib.models._sizes import AttentionSizes
+from maxlib.models._layers import PreNorm, TextDecoder, attention, gated_shared_experts
+from maxlib.models._sizes import DECODER, MIXED, MixedSizes
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(MixedSizes):
     """Sizes of a Qwen2 with experts; `PRESETS` has the published ones."""
 
-    mlp_dim: int  # of layers without experts
-    expert_dim: int
     shared_dim: int
     num_experts: int = 60
     top_k: int = 4
-    renormalize: bool = False  # the weights of a token's experts sum to one
-    sparse_step: int = 1  # every how many layers one has experts, ...
-    dense_layers: tuple[int, ...] = ()  # ... but for these
+    renormalize: bool = False
     qkv_bias: bool = True
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-
-    @property
-    def sparse(self) -> tuple[bool, ...]:
-        """The layers that have experts."""
-        every, dense = self.sparse_step, self.dense_layers
-        return tuple((i + 1) % every == 0 and i not in dense for i in range(self.num_layers))
 
 
 class Block(PreNorm):
@@ -45,7 +34,7 @@ class Block(PreNorm):
         self.attn = attention(cfg, rope=cfg.rope, bias=cfg.qkv_bias, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = None if sparse else nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = qwen_experts(cfg, renormalize=cfg.renormalize, rngs=rngs) if sparse else None
+        self.moe: Any = gated_shared_experts(cfg, rngs=rngs) if sparse else None
 
 
 class Qwen2MoE(TextDecoder):
@@ -58,27 +47,19 @@ class Qwen2MoE(TextDecoder):
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
-        Field("expert_dim", "moe_intermediate_size"),
+        *DECODER,
+        *fields.EXPERTS,
         Field("shared_dim", "shared_expert_intermediate_size"),
-        *fields.HEADS,
-        fields.head_dim(),
         fields.rope(),
-        Field("num_experts"),
-        Field("top_k", "num_experts_per_tok"),
-        Field("renormalize", "norm_topk_prob"),
-        Field("sparse_step", "decoder_sparse_step"),
-        Field("dense_layers", "mlp_only_layers"),
+        *MIXED,
         Field("qkv_bias"),
     ],
     model_types={"qwen2_moe": "Qwen2MoeForCausalLM"},
     fixed={"hidden_act": "silu"},
     # With windows, transformers 4 and 5 disagree on which layers slide; no release has them.
-    fixed_if_present={"use_sliding_window": False, "layer_types": lambda c: ["full_attention"] * c.num_layers},
+    fixed_if_present={"layer_types": lambda c: ["full_attention"] * c.num_layers},
     ignored=("sliding_window", "max_window_layers"),  # of models with windows
-    absent={"num_kv_heads": 16, "expert_dim": 1408, "shared_dim": 5632},
-    null={"num_kv_heads": fields.num_heads},
+    absent={"num_kv_heads": 16, "head_dim": fields.equal_heads, "expert_dim": 1408, "shared_dim": 5632},
 )
 
 

@@ -13,6 +13,7 @@ from maxlib import nn, ops
 from maxlib.models import _qwen2_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Renamed, Table, fields, names
 
@@ -47,26 +48,12 @@ class Block(PreNorm):
         self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
 
 
-class Qwen2VL(TextDecoder):
+class Qwen2VL(PatchReader, TextDecoder):
     """Qwen2-VL and Qwen2.5-VL: Qwen2 that sees images of any size, and videos as images in a row."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)
         self.tower = vision.Qwen2Vision(cfg.vision, cfg.dim, rngs=rngs)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads."""
-        cfg = self.cfg.vision
-        images = nn.vision.PatchInput(
-            self.tower,
-            tokens=(cfg.image_token, cfg.video_token),
-            merge=cfg.merge,
-            patch_dim=cfg.patch_dim,
-            mrope=True,
-            frame_step=cfg.frame_step,
-        )
-        return {"images": images}
 
 
 PLAIN, WINDOWED = "qwen2_vl", "qwen2_5_vl"
@@ -112,7 +99,7 @@ TEXT = Fields(
         *fields.DECODER,
         fields.MLP,
         *fields.HEADS,
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         Computed("rope", _read_rope, _write_rope),
         Computed("sections", _read_sections, lambda value, cfg: {}),
     ],
@@ -120,10 +107,9 @@ TEXT = Fields(
     model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
     # With windows, versions of transformers disagree on which layers slide; no release has them.
-    fixed_if_present={"use_sliding_window": False, "layer_types": lambda c: ["full_attention"] * c.num_layers},
+    fixed_if_present={"layer_types": lambda c: ["full_attention"] * c.num_layers},
     ignored=("sliding_window", "max_window_layers"),  # of models with windows
     absent={"norm_eps": 1e-5},
-    null={"num_kv_heads": fields.num_heads},
 )
 # Names of the text's fields, which releases have at the top.
 FLAT = {

@@ -49,7 +49,6 @@ FIELDS = Fields(
     model_types={"qwen3": "Qwen3ForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"head_dim": 128},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

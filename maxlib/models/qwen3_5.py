@@ -5,15 +5,16 @@ positions, which is plain RoPE. The multi-token prediction module is loaded only
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.models import _qwen_vision as vision
-from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net, qwen_experts
+from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net, gated_shared_experts
 from maxlib.models._sizes import AttentionSizes, DeltaSizes, MTPSizes, by_interval, delta_net_names, every
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Family, Fields, Ignore, Multimodal, Renamed, Table, fields, names
 
@@ -31,6 +32,7 @@ class Config(AttentionSizes, DeltaSizes, MTPSizes):
     shared_dim: int | None = None
     num_experts: int | None = None
     top_k: int | None = None
+    renormalize: ClassVar[bool] = True
     sections: tuple[int, ...] = SECTIONS
     num_key_heads: int = 16
     key_dim: int = 128
@@ -58,7 +60,7 @@ class Block(PreNorm):
         self.delta: Any = delta_net(cfg, norm_eps=cfg.norm_eps, rngs=rngs) if kind == LINEAR else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if cfg.mlp_dim is None else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = None if cfg.num_experts is None else qwen_experts(cfg, rngs=rngs)
+        self.moe: Any = None if cfg.num_experts is None else gated_shared_experts(cfg, rngs=rngs)
 
 
 def _rotary(cfg: Config) -> Rope | ops.MRope:
@@ -84,7 +86,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     )
 
 
-class Qwen35(TextDecoder):
+class Qwen35(PatchReader, TextDecoder):
     """Qwen3.5: every fourth layer caches keys and values, the others a state; with `cfg.vision`, a vision model."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -100,11 +102,6 @@ class Qwen35(TextDecoder):
         self.mtp = nnx.List(
             [nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, plus_one=True, rngs=rngs) for block in blocks]
         )
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads; empty for a text model."""
-        return vision.inputs(self.tower, self.cfg.vision)
 
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
@@ -142,11 +139,7 @@ TEXT = Fields(
     model_types={f"{DENSE}_text": "Qwen3_5ForCausalLM", f"{SPARSE}_text": "Qwen3_5MoeForCausalLM"},
     model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
-    fixed_if_present={
-        "attn_output_gate": True,
-        "mlp_only_layers": ([],),
-        "mtp_use_dedicated_embeddings": False,
-    },
+    fixed_if_present={"attn_output_gate": True, "mtp_use_dedicated_embeddings": False},
     ignored=["mamba_ssm_dtype"],  # the dtype of the state
     absent={"head_dim": 256, "num_value_heads": 32},
 )

@@ -9,31 +9,17 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import AttentionSizes, causal
+from maxlib.models._sizes import DECODER, MIXED, MixedSizes, causal
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(MixedSizes):
     """Sizes of a Qwen3 with experts; `PRESETS` has the published ones."""
 
-    mlp_dim: int  # of layers without experts
-    expert_dim: int
-    num_experts: int
-    top_k: int
-    renormalize: bool = True  # the weights of a token's experts sum to one
-    sparse_step: int = 1  # every how many layers one has experts, ...
-    dense_layers: tuple[int, ...] = ()  # ... but for these
     window: int | None = None  # of all layers
     attention_bias: bool = False
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
-
-    @property
-    def sparse(self) -> tuple[bool, ...]:
-        """The layers that have experts."""
-        every, dense = self.sparse_step, self.dense_layers
-        return tuple((i + 1) % every == 0 and i not in dense for i in range(self.num_layers))
 
 
 class Block(PreNorm):
@@ -85,16 +71,12 @@ def _write_window(window: int | None, cfg: Any) -> dict[str, Any]:
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
+        *DECODER,
         Field("expert_dim", "moe_intermediate_size"),
-        *fields.ATTENTION,
         fields.rope(),
         Computed("num_experts", _read_num_experts, lambda number, cfg: {"num_experts": number}),
         Field("top_k", "num_experts_per_tok"),
-        Field("renormalize", "norm_topk_prob"),
-        Field("sparse_step", "decoder_sparse_step"),
-        Field("dense_layers", "mlp_only_layers"),
+        *MIXED,
         Computed("window", _read_window, _write_window),
         fields.ATTENTION_BIAS,
     ],

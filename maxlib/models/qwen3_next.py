@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net, qwen_experts
-from maxlib.models._sizes import AttentionSizes, DeltaSizes, by_interval, every
+from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net, gated_shared_experts
+from maxlib.models._sizes import DECODER, MIXED, DeltaSizes, MixedSizes, by_interval, every
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Table, Weight, fields, names
 
@@ -16,20 +16,12 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes, DeltaSizes):
+class Config(MixedSizes, DeltaSizes):
     """Sizes of a Qwen3-Next; `PRESETS` has the published ones."""
 
-    mlp_dim: int  # of layers without experts
-    expert_dim: int
     shared_dim: int
     layer_types: tuple[str, ...] | None = None  # LINEAR or FULL for each layer; None: every fourth is FULL
-    num_experts: int
-    top_k: int
-    renormalize: bool = True  # the weights of a token's experts sum to one
-    sparse_step: int = 1  # every `sparse_step`-th layer has experts, ...
-    dense_layers: tuple[int, ...] = ()  # ... except these
     attention_bias: bool = False
-    losses: tuple[Any, ...] = ()  # router losses for training, such as `nn.router.SwitchBalance(0.001)`
     num_mtp: int = 0  # 1: the multi-token prediction module (`predict_ahead`) is loaded
 
     def __post_init__(self):
@@ -40,7 +32,7 @@ class Config(AttentionSizes, DeltaSizes):
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
         """LINEAR or FULL for each layer, and whether it has experts."""
-        return tuple(zip(self.layer_types or _usual(self), _sparse(self), strict=True))
+        return tuple(zip(self.layer_types or _usual(self), self.sparse, strict=True))
 
 
 class Block(PreNorm):
@@ -52,12 +44,8 @@ class Block(PreNorm):
         self.delta: Any = delta_net(cfg, norm_eps=cfg.norm_eps, rngs=rngs) if kind == LINEAR else None
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, plus_one=True)
         self.mlp: Any = None if sparse else nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
-        self.moe: Any = qwen_experts(cfg, renormalize=cfg.renormalize, rngs=rngs) if sparse else None
-
-
-def _sparse(cfg: Config) -> list[bool]:
-    every, dense = cfg.sparse_step, cfg.dense_layers
-    return [(i + 1) % every == 0 and i not in dense and cfg.num_experts > 0 for i in range(cfg.num_layers)]
+        # The best k (10 of 512) of all experts, and the shared one.
+        self.moe: Any = gated_shared_experts(cfg, rngs=rngs) if sparse else None
 
 
 def _usual(c: Any) -> tuple[str, ...]:
@@ -92,22 +80,17 @@ class Qwen3Next(TextDecoder):
 FIELDS = Fields(
     Config,
     [
-        *fields.DECODER,
-        fields.MLP,
+        *DECODER,
         *fields.EXPERTS,
         Field("shared_dim", "shared_expert_intermediate_size"),
-        *fields.ATTENTION,
         fields.rope(partial=True, default_fraction=0.25),
         *fields.LINEAR_ATTENTION,
         fields.layer_types(LINEAR, FULL, usual=_usual, absent=by_interval(LINEAR, FULL)),
-        Field("renormalize", "norm_topk_prob"),
-        Field("sparse_step", "decoder_sparse_step"),
-        Field("dense_layers", "mlp_only_layers"),
+        *MIXED,
         fields.ATTENTION_BIAS,
     ],
     model_types={"qwen3_next": "Qwen3NextForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"use_sliding_window": False},
 )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from maxlib import nn
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Convert, Family, Fields, HFConfig, Multimodal, Table, Weight, fields, names
@@ -59,7 +60,7 @@ def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(cfg.dim, cfg.expert_dim, router=router, losses=cfg.losses, weight_order="EIO", rngs=rngs)
 
 
-class Qwen3VL(TextDecoder):
+class Qwen3VL(PatchReader, TextDecoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
@@ -67,11 +68,6 @@ class Qwen3VL(TextDecoder):
         has_features = [i < len(cfg.vision.deepstack) for i in range(cfg.num_layers)]
         super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), has_features, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads."""
-        return vision.inputs(self.tower, self.cfg.vision)
 
 
 DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"
@@ -108,16 +104,9 @@ TEXT = Fields(
     model_types={f"{DENSE}_text": "Qwen3VLTextModel", f"{SPARSE}_text": "Qwen3VLMoeTextModel"},
     model_type=lambda cfg: f"{_kind(cfg)}_text",
     fixed={"hidden_act": "silu"},
-    fixed_if_present={
-        # transformers renormalises weights of experts whatever the releases say of it.
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": ([],),
-        "use_sliding_window": False,
-        "sliding_window": None,
-    },
+    # transformers renormalises weights of experts whatever the releases say of it.
+    fixed_if_present={"norm_topk_prob": True},
     absent={"vocab": 151_936, "head_dim": lambda c: 128 if c.num_experts is None else c.dim // c.num_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 FIELDS = Multimodal(
     TEXT,

@@ -5,7 +5,7 @@ It takes images of any size, as Qwen3.5 does. The prediction module of the relea
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _qwen4_exp_files as files
 from maxlib.models import _qwen_vision as vision
-from maxlib.models._layers import TextDecoder, delta_net, qwen_experts
+from maxlib.models._layers import TextDecoder, delta_net, gated_shared_experts
 from maxlib.models._sizes import AttentionSizes, DeltaSizes
+from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Multimodal, fields
 
@@ -36,6 +37,7 @@ class Config(AttentionSizes, DeltaSizes):
     shared_dim: int
     num_experts: int
     top_k: int
+    renormalize: ClassVar[bool] = True
     streams: int = 4
     stream_rank: int = 320
     index_heads: int
@@ -84,7 +86,7 @@ class Block(nn.Layer):
         self.attn: Any = _attention(cfg, rngs=rngs) if kind == INDEXED else None
         self.delta: Any = _delta_net(cfg, rngs=rngs) if kind == LINEAR else None
         self.mlp_streams = _streams(cfg, rngs=rngs)
-        self.moe = qwen_experts(cfg, rngs=rngs)
+        self.moe = gated_shared_experts(cfg, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T n D"], ctx: nn.Context, cache: Any = None):
         of_ngrams, of_mixer = (None, cache) if cache is None or self.ngrams is None else cache
@@ -152,7 +154,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.BlockSparseAttention:
     )
 
 
-class Qwen4Exp(TextDecoder):
+class Qwen4Exp(PatchReader, TextDecoder):
     """Qwen3.8-Flash-Next: the head reads a gated mean of the streams."""
 
     layers_take_tokens = True
@@ -166,11 +168,6 @@ class Qwen4Exp(TextDecoder):
             rngs=rngs,
         )
         self.tower = None if cfg.vision is None else vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Returns the images that the model reads; empty for a text model."""
-        return vision.inputs(self.tower, self.cfg.vision)
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T n D"], nn.Context]:
         """Prepares the input of the first layer: as many copies of `x` as there are streams."""

@@ -54,11 +54,9 @@ FIELDS = Fields(
     ],
     model_types={"sdar": "SDARForCausalLM"},
     fixed={"hidden_act": "silu"},
-    fixed_if_present={"use_sliding_window": False, "sliding_window": None},
     # of windows, which are off, and of training
     ignored=("max_window_layers", "debug", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"),
     absent={"head_dim": 128},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 # fmt: off

@@ -51,7 +51,6 @@ FIELDS = Fields(
     model_types={"seed_oss": "SeedOssForCausalLM"},
     fixed={"hidden_act": "silu"},
     absent={"head_dim": 128},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

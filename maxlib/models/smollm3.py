@@ -98,7 +98,6 @@ FIELDS = Fields(
     fixed={"hidden_act": "silu"},
     ignored=("max_window_layers",),  # in the released config, copied from Qwen2; unused
     absent={"head_dim": fields.equal_heads},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn
-from maxlib.models._layers import Parallel, PreNorm, TextDecoder
+from maxlib.models._layers import Parallel, PreNorm, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, Table, Weight, fields, names
+from maxlib.weights import Family, Field, Fields, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,8 @@ class ParallelBlock(Parallel):
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
     N, K, H, eps = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.norm_eps
-    return nn.Attention(
-        cfg.dim,
-        num_heads=N,
-        num_kv_heads=K,
-        head_dim=H,
+    return attention(
+        cfg,
         rope=cfg.rope,
         q_norm=nn.norm.HeadsLayerNorm(N, H, eps=eps) if cfg.qk_norm else None,
         k_norm=nn.norm.HeadsLayerNorm(K, H, axis="kv_heads", eps=eps) if cfg.qk_norm else None,
@@ -76,7 +73,7 @@ FIELDS = Fields(
         *fields.decoder("layer_norm_eps"),
         fields.MLP,
         *fields.HEADS,
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         fields.rope(partial=True, default_fraction=0.25),
         Field("parallel", "use_parallel_residual"),
         Field("qk_norm", "qk_layernorm"),

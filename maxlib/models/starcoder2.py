@@ -8,7 +8,7 @@ from maxlib import nn
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import AttentionSizes, causal
 from maxlib.ops import Rope
-from maxlib.weights import Computed, Family, Field, Fields, Table, fields, names
+from maxlib.weights import Family, Field, Fields, Table, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ FIELDS = Fields(
         *fields.decoder("norm_epsilon"),
         fields.MLP,
         *fields.HEADS,
-        Computed("head_dim", lambda hf, c: fields.equal_heads(c), lambda width, cfg: {}),
+        fields.EQUAL_HEADS,
         fields.rope(),
         fields.WINDOW,
         Field("bias", "use_bias"),

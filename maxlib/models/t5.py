@@ -153,7 +153,7 @@ FIELDS = Fields(
     ],
     model_types={"t5": "T5ForConditionalGeneration"},
     fixed={"is_encoder_decoder": True, "decoder_start_token_id": 0},
-    ignored=("dropout_rate", "output_past", "n_positions"),
+    ignored=("n_positions",),
     absent={"num_layers": lambda c: c.num_encoder_layers},
 )
 
@@ -165,7 +165,7 @@ def _table(cfg: Config) -> Table:
         block, layer = f"{side}.block.{{i}}.layer", f"{path}.{{i}}"
         dense = f"{block}.{mlp}.DenseReluDense"
         table += [
-            *_attention_names(f"{block}.0.SelfAttention", f"{layer}.attn"),
+            *names.attention(f"{block}.0.SelfAttention.{{}}", f"{layer}.attn", out=f"{block}.0.SelfAttention.o"),
             Weight(f"{block}.0.layer_norm.weight", f"{layer}.attn_norm.scale"),
             Weight(f"{dense}.{'wi_0' if cfg.gated else 'wi'}.weight", f"{layer}.mlp.{'gate' if cfg.gated else 'up'}.w"),
             *([Weight(f"{dense}.wi_1.weight", f"{layer}.mlp.up.w")] if cfg.gated else []),
@@ -176,7 +176,7 @@ def _table(cfg: Config) -> Table:
     cross, bias = "decoder.block.{i}.layer.1", "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
         *table,
-        *_attention_names(f"{cross}.EncDecAttention", "layers.{i}.cross"),
+        *names.attention(f"{cross}.EncDecAttention.{{}}", "layers.{i}.cross", out=f"{cross}.EncDecAttention.o"),
         Weight(f"{cross}.layer_norm.weight", "layers.{i}.cross_norm.scale"),
         Weight(f"encoder.{bias}", "encoder.position_bias.w"),
         Weight(f"decoder.{bias}", "position_bias.w"),
@@ -186,11 +186,6 @@ def _table(cfg: Config) -> Table:
         Copy("lm_head.weight", of="shared.weight"),
         Ignore(f"{cross}.EncDecAttention.relative_attention_bias.weight"),  # of early files, read by none
     ]
-
-
-def _attention_names(hf_name: str, path: str) -> list[Weight]:
-    projections = [entry for part in "qkv" for entry in names.heads(f"{hf_name}.{part}", f"{path}.{part}")]
-    return [*projections, *names.heads_out(f"{hf_name}.o", f"{path}.o")]
 
 
 def _t5(num_layers: int, dim: int, mlp_dim: int, num_heads: int, *, head_dim: int = 64) -> Config:

@@ -149,13 +149,11 @@ FIELDS = Fields(
     model_types={"whisper": "WhisperForConditionalGeneration"},
     fixed={"is_encoder_decoder": True, "activation_function": "gelu", "scale_embedding": False},
     fixed_if_present={"tie_word_embeddings": True, "num_hidden_layers": lambda c: c.num_encoder_layers},
-    # Of training, of a classifier and of time stamps.
     ignored=(
-        *("encoder_layerdrop", "decoder_layerdrop", "activation_dropout", "init_std", "apply_spec_augment"),
-        *("mask_time_prob", "mask_time_length", "mask_time_min_masks"),
-        *("mask_feature_prob", "mask_feature_length", "mask_feature_min_masks"),
-        *("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width"),
-    ),
+        "use_weighted_layer_sum",
+        "classifier_proj_size",
+        "median_filter_width",
+    ),  # of a classifier and time stamps
 )
 
 
@@ -166,7 +164,7 @@ def _table(cfg: Config) -> Table:
     table: list[Any] = []
     for layer, path in sides:
         table += [
-            *_attention_names(f"{layer}.self_attn", f"{path}.attn"),
+            *names.attention(f"{layer}.self_attn.{{}}_proj", f"{path}.attn", out=f"{layer}.self_attn.out_proj"),
             *names.layer_norm(f"{layer}.self_attn_layer_norm", f"{path}.attn_norm"),
             *names.linear(f"{layer}.fc1", f"{path}.mlp.up"),
             *names.linear(f"{layer}.fc2", f"{path}.mlp.down"),
@@ -175,7 +173,7 @@ def _table(cfg: Config) -> Table:
     layer, path = sides[1]
     return [
         *table,
-        *_attention_names(f"{layer}.encoder_attn", f"{path}.cross"),
+        *names.attention(f"{layer}.encoder_attn.{{}}_proj", f"{path}.cross", out=f"{layer}.encoder_attn.out_proj"),
         *names.layer_norm(f"{layer}.encoder_attn_layer_norm", f"{path}.cross_norm"),
         *names.linear(f"{encoder}.conv1", "tower.conv1"),
         *names.linear(f"{encoder}.conv2", "tower.conv2"),
@@ -186,11 +184,6 @@ def _table(cfg: Config) -> Table:
         *names.layer_norm(f"{decoder}.layer_norm", "norm"),
         Copy("proj_out.weight", of=f"{decoder}.embed_tokens.weight"),
     ]
-
-
-def _attention_names(hf_name: str, path: str) -> list[Weight]:
-    projections = [entry for part in "qkv" for entry in names.heads(f"{hf_name}.{part}_proj", f"{path}.{part}")]
-    return [*projections, *names.heads_out(f"{hf_name}.out_proj", f"{path}.o")]
 
 
 def _whisper(num_layers: int, dim: int, *, vocab: int = 51_865) -> Config:

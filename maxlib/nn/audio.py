@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib.nn._pytree import pytree
-from maxlib.nn.remat import Policy
+from maxlib.nn.decoder._model import InputCall
 from maxlib.nn.vision._patches import bucket, take_features
 
 
@@ -135,21 +135,13 @@ class AudioInput:
             check_clips(self.is_placeholder(tokens), value, self.frame_dim, self.num_tokens)
 
     def embed(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        value: Any,
-        *,
-        valid: Bool[Array, "B T"] | None,
-        dtype: Any,
-        remat: Policy,
-        **_: Any,
+        self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], value: Any, call: InputCall
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Puts the vectors of clips in place of their placeholders (`nn.Decoder`)."""
         audio, is_audio = value.in_rows, self.is_placeholder(tokens)
         # Padding may have any id, also that of a placeholder.
-        is_audio = is_audio if valid is None else is_audio & valid
-        vectors = self.tower(audio, dtype=dtype, remat=remat).astype(x.dtype)
+        is_audio = is_audio if call.valid is None else is_audio & call.valid
+        vectors = self.tower(audio, dtype=call.dtype, remat=call.remat).astype(x.dtype)
         # [R, C] frames -> [R, C] vectors; the tower makes as many of padding too, which are not taken.
         counts = self.num_tokens(jnp.asarray(audio.lengths))
         is_real = jnp.arange(vectors.shape[2])[None, None] < counts[:, :, None]  # [R, C, S]

@@ -10,9 +10,8 @@ from rich.table import Table
 
 from maxlib._utils.text import to_text
 from maxlib.nn._ngrams import NgramEmbedding
-from maxlib.nn._position_bias import ALiBi, RelativeBias
 from maxlib.nn.cache import layer_caches
-from maxlib.nn.decoder._positions import LearnedPositions
+from maxlib.nn.decoder._positions import ALiBi, LearnedPositions, RelativeBias
 from maxlib.nn.experts._moe import MoE
 from maxlib.nn.mixer import mixers
 from maxlib.nn.norm import LayerNorm

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from maxlib.kernels.tile_sizes import TileSizes, chosen_tiles
-from maxlib.ops import _findings
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -131,8 +130,7 @@ class Op:
             return f"runs on {' and '.join(sorted(kernel.platforms))}, not on {call.platform}"
         if missing := call.features - kernel.features:
             return "lacks " + ", ".join(f"{name} ({self.features[name]})" for name in sorted(missing))
-        reason = None if kernel.refuses is None else kernel.refuses(call)
-        return reason or _findings.refused(self.name, kernel.name, call.device_kind)
+        return None if kernel.refuses is None else kernel.refuses(call)
 
     def explain(self, call: Call, name: str | None = None) -> Explanation:
         """Finds the kernel that would run a call, without running it.
@@ -195,7 +193,7 @@ class Op:
             _warned.add(key)
             logging.getLogger("maxlib.ops").warning(
                 f"{self.name} runs {answer.chosen!r} on {device_kind}, plain XLA and slower than a fused kernel, "
-                f"because {why}. ops.explain_{self.name} lists all reasons."
+                f"because {why}. The op's explain function lists all reasons."
             )
 
 

@@ -12,9 +12,9 @@ from maxlib.ops._attention.split_kv import SplitTiles
 from maxlib.ops._attention.tokamax_triton import TritonAttentionTiles
 from maxlib.ops._grouped_matmul.tiled import TiledTiles
 from maxlib.ops._grouped_matmul.tokamax_triton import TritonTiles
-from maxlib.ops._recurrent.gated_delta_chunked import DeltaTiles
-from maxlib.ops._recurrent.kimi_delta_chunked import KimiTiles
-from maxlib.ops._recurrent.ssd_chunked import SSDTiles
+from maxlib.ops._recurrent.gated_delta import DeltaTiles
+from maxlib.ops._recurrent.kimi_delta import KimiTiles
+from maxlib.ops._recurrent.ssd import SSDTiles
 
 __all__ = [
     "ChunkedTiles",

@@ -179,7 +179,7 @@ def step_of(program: Program) -> StepFacts:
         ticks=schedule.ticks / schedule.microbatches,
         weights=tuple(_weights(program, schedule)),
         mixers=tuple((mixer, _repeats(mixer) * share) for mixer in nn.mixer.mixers(program.model)),
-        experts=tuple(_experts(program, share)),
+        experts=tuple(ExpertLayer(moe.router.top_k, _repeats(moe) * share) for moe in moes(program.plain)),
         moments_on_host=bytes_on_host(program.state.opt_state),
         weights_on_host=bytes_on_host(program.state.trainable),
     )
@@ -222,12 +222,6 @@ def _weights(program: Program, schedule: Schedule) -> Iterator[ShardedWeight]:
         turns = schedule.ticks / schedule.repeats if sharding.layers.is_stacked(x.axes) else 1.0
         uses = turns * program.job.microbatches
         yield ShardedWeight(split, gathered, size, uses, x.trained, sharding.layers.own_axes(x.axes))
-
-
-def _experts(program: Program, share: float) -> Iterator[ExpertLayer]:
-    """Yields the mixtures of experts."""
-    for moe in moes(program.plain):
-        yield ExpertLayer(moe.router.top_k, moe.capacity_factor, _repeats(moe) * share)
 
 
 def _repeats(layer: Any) -> int:

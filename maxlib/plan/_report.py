@@ -155,7 +155,7 @@ def verdict(plan: Plan) -> str:
     spare = capacity - plan.peak
     if plan.fits:
         fits = f"fits: {spare / GIB:.2f} GiB to spare ({100 * plan.peak / capacity:.0f}% used)"
-        fill = "A larger batch per chip or a lighter remat would use the rest, and raise MFU; plan.search compares."
+        fill = "A larger batch per chip or a lighter remat would use the rest, and raise MFU; plan.search (--search) compares."
         return f"{fits}. {fill}" if spare > plan.peak else fits
     changes = remedies(plan.job, capacity, lambda job: estimate_memory(make_program(job)).total)
     more = "More devices on fsdp (or tensor, expert) split parameters and optimizer further."

@@ -191,11 +191,8 @@ def _sorted(attempts: Iterable[Plan | tuple[str, str]]) -> tuple[list[Plan], tup
     """Returns the plans, the best first, and the refused jobs."""
     attempts = list(attempts)
     plans = [attempt for attempt in attempts if isinstance(attempt, Plan)]
-    return sorted(plans, key=_rank), tuple(attempt for attempt in attempts if not isinstance(attempt, Plan))
-
-
-def _rank(plan: Plan) -> tuple[bool, float]:
-    return not plan.fits, -_speed(plan)
+    plans = sorted(plans, key=lambda plan: (not plan.fits, -_speed(plan)))
+    return plans, tuple(attempt for attempt in attempts if not isinstance(attempt, Plan))
 
 
 def _speed(plan: Plan) -> float:

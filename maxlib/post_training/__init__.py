@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from maxlib.post_training import ppo as ppo
     from maxlib.post_training import preferences as preferences
     from maxlib.post_training import reward_models as reward_models
-    from maxlib.post_training._async_rollouts import AsyncRollouts as AsyncRollouts
     from maxlib.post_training._distillation import Distillation as Distillation
-    from maxlib.post_training._environments import Environment as Environment
-    from maxlib.post_training._environments import EnvironmentPool as EnvironmentPool
-    from maxlib.post_training._environments import Prompt as Prompt
     from maxlib.post_training._episodes import Episode as Episode
     from maxlib.post_training._episodes import episode_metrics as episode_metrics
     from maxlib.post_training._episodes import run_episodes as run_episodes
     from maxlib.post_training._loaders import add_reference as add_reference
     from maxlib.post_training._loaders import add_teacher as add_teacher
+    from maxlib.post_training._pools import Environment as Environment
+    from maxlib.post_training._pools import EnvironmentPool as EnvironmentPool
+    from maxlib.post_training._pools import Prompt as Prompt
+    from maxlib.post_training._pools import RewardPool as RewardPool
     from maxlib.post_training._reference import MovingReference as MovingReference
     from maxlib.post_training._reference import ReferencedLoss as ReferencedLoss
     from maxlib.post_training._reference import WithFrozen as WithFrozen
     from maxlib.post_training._reference import log_probs as log_probs
-    from maxlib.post_training._rewards import RewardPool as RewardPool
+    from maxlib.post_training._rollouts import AsyncRollouts as AsyncRollouts
     from maxlib.post_training._rollouts import Rollouts as Rollouts
     from maxlib.post_training._tool_chat import ToolChat as ToolChat
     from maxlib.post_training._tool_chat import json_schema as json_schema

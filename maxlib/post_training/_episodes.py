@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from maxlib.inference import Completion, Engine, Sampler
-from maxlib.post_training._environments import EnvironmentPool, Prompt
+from maxlib.post_training._pools import EnvironmentPool, Prompt
 from maxlib.post_training._trajectories import Trajectory, join_turns
 
 End = Literal["finished", "length", "turns", "timeout", "crash"]

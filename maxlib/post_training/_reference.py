@@ -1,8 +1,7 @@
 """Second models: a frozen reference or teacher beside the trained model, and losses that compare with a reference."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib._utils.paths import dotted
-from maxlib.ops import is_learned
+from maxlib.ops import LogProbs, is_learned
 from maxlib.post_training._segments import is_filled, token_counts
 from maxlib.training.losses import Batch, Loss, run_model, score
 
@@ -74,12 +73,8 @@ class MovingReference:
             return (self.alpha * policy + (1 - self.alpha) * reference).astype(reference.dtype)
 
         moved = WithFrozen(model.trained, jax.tree.map(mixed, model.trained, model.frozen))
-        rest = nn.partition(moved, functools.partial(_is_trained, state.trainable))[1]
+        rest = nn.partition(moved, lambda path, _: path in state.trainable)[1]
         trainer.state = dataclasses.replace(state, rest=rest)
-
-
-def _is_trained(trainable: Collection[str], path: str, variable: Any) -> bool:
-    return path in trainable
 
 
 def log_probs(
@@ -90,7 +85,7 @@ def log_probs(
     entropy: bool = False,
     dtype: Any = jnp.bfloat16,
     remat: nn.remat.Policy = None,
-) -> nn.TokenLogProbs:
+) -> LogProbs:
     """Computes the log-probabilities of a batch's targets, without storing all logits.
 
     Args:

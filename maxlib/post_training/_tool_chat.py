@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from maxlib.inference import parse_tool_calls, tool_call_format
-from maxlib.post_training._environments import Prompt
+from maxlib.post_training._pools import Prompt
 from maxlib.tokenization import ChatTemplate
 
 Message = dict[str, Any]

@@ -10,7 +10,7 @@ import numpy as np
 
 from maxlib import data, nn
 from maxlib.inference import Completion, Sampler
-from maxlib.post_training._environments import Prompt
+from maxlib.post_training._pools import Prompt
 
 Row = dict[str, Any]
 

@@ -198,12 +198,10 @@ class ExpertParallel(Strategy):
         """
         ragged = self.is_ragged(step.platform, pipelined=bool(step.axes("layers")))
         for moe in step.experts:
-            # Messages of equal size include their padding. Without a capacity the exchange is always recomputed in the
-            # backward pass, but not the way back: no gradient needs the results.
-            room = moe.capacity_factor or (1 if ragged else self.room)
-            passes = step.passes if moe.capacity_factor else 3
-            kind = "ragged-all-to-all" if ragged and not moe.capacity_factor else "all-to-all"
-            yield kind, step.axes("act_expert"), (passes + 2) * moe.top_k * room * step.hidden * moe.layers
+            # Messages of equal size include their padding. The exchange is always recomputed in the backward pass, but
+            # not the way back, as no gradient needs the results: five passes.
+            room, kind = (1, "ragged-all-to-all") if ragged else (self.room, "all-to-all")
+            yield kind, step.axes("act_expert"), 5 * moe.top_k * room * step.hidden * moe.layers
 
 
 HOST = "pinned_host"  # page-locked, so devices can copy from it at full speed

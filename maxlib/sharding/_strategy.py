@@ -40,12 +40,10 @@ class ExpertLayer:
 
     Args:
         top_k: Number of experts per token.
-        capacity_factor: Capacity of an expert relative to an even share; None if no token is dropped.
         layers: Number of layers that it represents, including idle ticks of a pipeline.
     """
 
     top_k: int
-    capacity_factor: float | None
     layers: float
 
 

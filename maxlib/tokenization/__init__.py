@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
-    from maxlib.tokenization._byte_lengths import byte_lengths as byte_lengths
     from maxlib.tokenization._chat_template import ChatTemplate as ChatTemplate
     from maxlib.tokenization._special_tokens import special_tokens as special_tokens
+    from maxlib.tokenization._tokenizer import byte_lengths as byte_lengths
     from maxlib.tokenization._tokenizer import load_tokenizer as load_tokenizer
     from maxlib.tokenization._tokenizer import save_tokenizer as save_tokenizer
     from maxlib.tokenization._tokenizer import train_bpe as train_bpe

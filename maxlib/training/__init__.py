@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from maxlib.training import losses as losses
     from maxlib.training import probes as probes
     from maxlib.training._diffusion import MaskedDiffusion as MaskedDiffusion
-    from maxlib.training._eight_bit import eight_bit_moments as eight_bit_moments
     from maxlib.training._evaluation import Evaluation as Evaluation
     from maxlib.training._evaluation import evaluate as evaluate
     from maxlib.training._export import Export as Export
     from maxlib.training._export import HuggingFaceExport as HuggingFaceExport
     from maxlib.training._export import ParameterExport as ParameterExport
+    from maxlib.training._moments import bfloat16_moments as bfloat16_moments
+    from maxlib.training._moments import eight_bit_moments as eight_bit_moments
     from maxlib.training._mup import mup_init as mup_init
     from maxlib.training._mup import mup_lr_factors as mup_lr_factors
     from maxlib.training._offload import offload_by_layer as offload_by_layer
-    from maxlib.training._optimizer_wrappers import bfloat16_moments as bfloat16_moments
     from maxlib.training._optimizer_wrappers import ema as ema
     from maxlib.training._optimizer_wrappers import ema_model as ema_model
     from maxlib.training._optimizer_wrappers import scale_by_path as scale_by_path
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from maxlib.training._prefetch import Prefetch as Prefetch
     from maxlib.training._prefetch import StatefulLoader as StatefulLoader
     from maxlib.training._prefetch import follow_layout as follow_layout
-    from maxlib.training._ramp import Ramp as Ramp
+    from maxlib.training._schedules import Ramp as Ramp
     from maxlib.training._schedules import by_tokens as by_tokens
     from maxlib.training._schedules import warmup_cosine as warmup_cosine
     from maxlib.training._schedules import warmup_linear as warmup_linear

@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -87,98 +87,6 @@ def skip_spikes(
         return updates_, SpikeState(inner_state, *means, count, skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class LowState(NamedTuple):
-    """State of `bfloat16_moments`.
-
-    Attributes:
-        inner: State of the wrapped optimizer, with moments in bfloat16.
-        updates: Number of updates, which seeds the noise.
-    """
-
-    inner: Any
-    updates: Int[Array, ""]
-
-
-def bfloat16_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` so that it computes in float32 and holds its moments in bfloat16.
-
-    Parameters may be bfloat16 too (`nn.cast`). Stored values are rounded stochastically, with the correct mean: changes
-    below 1/256 add up, while rounding to nearest would lose them in every step. The random numbers depend only on the
-    number of the update, so runs repeat bit for bit. The update is computed from the rounded values, so transformations
-    that scale updates belong inside.
-
-    Args:
-        optimizer: The optimizer to wrap.
-    """
-    inner = in_float32(optimizer)
-
-    def map_moments(f: Callable[[Array, int], Array], state: Any, params: Any) -> Any:
-        """Applies `f` to every moment and its number; counts and other scalars stay as they are."""
-        is_moment, (leaves, tree) = moment_test(params), jax.tree.flatten_with_path(state)
-        return jax.tree.unflatten(tree, [f(x, i) if is_moment(path, x) else x for i, (path, x) in enumerate(leaves)])
-
-    def init(params):
-        low = map_moments(lambda x, i: x.astype(jnp.bfloat16), inner.init(params), params)
-        return LowState(low, jnp.zeros((), jnp.int32))
-
-    def update(updates, state, params=None, **extra):
-        assert params is not None  # the step passes them
-        key = jax.random.fold_in(jax.random.key(0), state.updates)
-        wide = map_moments(lambda x, i: x.astype(jnp.float32), state.inner, params)
-        changes, wide = inner.update(updates, wide, params, **extra)
-        keys = jax.random.split(jax.random.fold_in(key, 0), max(len(jax.tree.leaves(wide)), 1))
-        low = map_moments(lambda x, i: _round_stochastically(x, keys[i]), wide, params)
-        return rounded_changes(params, changes, jax.random.fold_in(key, 1)), LowState(low, state.updates + 1)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `optimizer` to get parameters and gradients in float32 for any dtype, so that its moments are float32."""
-    inner = optax.with_extra_args_support(optimizer)
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def update(updates, state, params=None, **extra):
-        return inner.update(wide(updates), state, params if params is None else wide(params), **extra)
-
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
-
-
-def moment_test(params: Mapping[str, Any]) -> Callable[[Any, Any], bool]:
-    """Returns a function of the path and value of a leaf in an optimizer's state: True for a moment of a parameter."""
-    shapes = {path: x.shape for path, x in params.items() if not isinstance(x, optax.MaskedNode)}
-
-    def is_moment(path: Any, leaf: Any) -> bool:
-        # A moment is stored under its parameter's path and has its shape.
-        known = [shapes.get(str(getattr(part, "key", ""))) for part in path]
-        return leaf.shape in known and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-    return is_moment
-
-
-def _round_stochastically(x: Float[Array, "..."], key: Array) -> Array:
-    """Rounds stochastically to bfloat16: adds noise below the last kept bit, then truncates."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    kept = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
-
-
-def rounded_changes(params: Any, changes: Any, key: Array) -> Any:
-    """Rounds the updated parameter stochastically to bfloat16 and returns the difference as the update."""
-
-    def rounded(parameter: Array, change: Array, key: Array) -> Array:
-        if parameter.dtype != jnp.bfloat16:
-            return change
-        exact = parameter.astype(jnp.float32)
-        return _round_stochastically(exact + change, key).astype(jnp.float32) - exact
-
-    leaves, tree = jax.tree.flatten(params)
-    return jax.tree.map(rounded, params, changes, jax.tree.unflatten(tree, jax.random.split(key, len(leaves))))
 
 
 class EMAState(NamedTuple):

@@ -4,7 +4,6 @@ All of them take `{path: array}` and identify weights by the names of their axes
 separately.
 """
 
-import functools
 import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -15,11 +14,9 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
-from maxlib.training._dion import scale_by_dion
-from maxlib.training._eight_bit import eight_bit_moments
-from maxlib.training._muon import Dimensions, Normalize, scale_by_muon
+from maxlib.training._moments import bfloat16_moments, eight_bit_moments, in_float32
+from maxlib.training._muon import Dimensions, Normalize, scale_by_dion, scale_by_muon
 from maxlib.training._offload import offload_by_layer
-from maxlib.training._optimizer_wrappers import bfloat16_moments, in_float32
 from maxlib.training._soap import scale_by_soap
 
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
@@ -151,11 +148,9 @@ def muon(
     orthogonal = scale_by_muon(
         dims, nn.tree.axes(model), beta=beta, nesterov=nesterov, normalize=normalize, beta2=b2, eps=eps
     )
-    rate = optax.scale_by_learning_rate(learning_rate)
-    matrices = optax.chain(orthogonal, optax.add_decayed_weights(weight_decay), rate)
-    adam = functools.partial(optax.adamw, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    rest = adam(learning_rate if adam_learning_rate is None else adam_learning_rate, mask=decay_mask(model))
-    return _clipped(_held_in(moments, _with_rest(matrices, rest, dims)), clip)
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    adam = optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
+    return _clipped(_held_in(moments, _beside(adam, orthogonal, dims, learning_rate, weight_decay)), clip)
 
 
 def soap(
@@ -196,10 +191,8 @@ def soap(
         precondition_every=precondition_every,
         max_size=max_size,
     )
-    rate = optax.scale_by_learning_rate(learning_rate)
-    matrices = optax.chain(preconditioned, optax.add_decayed_weights(weight_decay), rate)
-    rest = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
-    return _clipped(in_float32(_with_rest(matrices, rest, dims)), clip)
+    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
+    return _clipped(in_float32(_beside(adam, preconditioned, dims, learning_rate, weight_decay)), clip)
 
 
 def dion(
@@ -235,22 +228,26 @@ def dion(
     """
     dims = muon_dimensions(model)
     low_rank = scale_by_dion(dims, nn.tree.axes(model), rank=rank, beta=beta, eps=eps)
-    rate = optax.scale_by_learning_rate(learning_rate)
-    matrices = optax.chain(low_rank, optax.add_decayed_weights(weight_decay), rate)
-    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    rest = optax.adamw(adam_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
-    return _clipped(in_float32(_with_rest(matrices, rest, dims)), clip)
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    adam = optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask(model))
+    return _clipped(in_float32(_beside(adam, low_rank, dims, learning_rate, weight_decay)), clip)
 
 
-def _with_rest(
-    matrices: optax.GradientTransformation, rest: optax.GradientTransformation, dims: Mapping[str, Any]
+def _beside(
+    adam: optax.GradientTransformation,
+    scale: optax.GradientTransformation,
+    dims: Mapping[str, Any],
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that updates the paths of `dims` with `matrices`, and all others with `rest`."""
+    """Returns an optimizer that updates the paths of `dims` with `scale`, decayed, and all others with `adam`."""
+    rate = optax.scale_by_learning_rate(learning_rate)
+    matrices = optax.chain(scale, optax.add_decayed_weights(weight_decay), rate)
 
     def kinds(params: dict[str, Any]) -> dict[str, str]:
         return {path: "matrix" if path in dims else "rest" for path in params}
 
-    return optax.partition({"matrix": matrices, "rest": rest}, kinds)
+    return optax.partition({"matrix": matrices, "rest": adam}, kinds)
 
 
 def _held_in(moments: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -14,7 +14,7 @@ from maxlib.training._export import Export
 from maxlib.training._restore import record_of, save
 from maxlib.training._state import TrainState
 from maxlib.training.losses import Batch, LossFunction
-from maxlib.training.probes._nonfinite import find_nonfinite
+from maxlib.training.probes._faults import find_nonfinite
 
 
 class SaveManager:

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxlib import nn, sharding
+from maxlib.training._moments import LowState
 from maxlib.training._offload import check_offloaded
-from maxlib.training._optimizer_wrappers import LowState, PathFilter, check_averages
+from maxlib.training._optimizer_wrappers import PathFilter, check_averages
 from maxlib.training._placement import place_beside, place_like_parameters, specs_like_parameters
 
 

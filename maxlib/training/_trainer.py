@@ -389,13 +389,10 @@ class Trainer:
             counts = collect_metrics(self.loader, all_processes=True)
         self.writers.write(self.step, counts)
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step > 0 and self.step % every == 0
-
     def _after_step(self) -> None:
         """Runs the callbacks, evaluations, exports and saves that are due after this step."""
         for every, callback in self.callbacks:
-            if self._due(every):
+            if self.step % every == 0:
                 if every > 1:  # infrequent callbacks may be slow; exclude them from step time
                     self._flush()
                 with self.clock.span("callbacks"):

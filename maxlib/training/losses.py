@@ -323,7 +323,7 @@ def run_model(model: Any, batch: Batch, **options: Any) -> nn.Output:
 
 def score(
     model: Any, hidden: Float[Array, "B T D"], targets: Any, *, temperature: float = 1.0, entropy: bool = False
-) -> nn.TokenLogProbs:
+) -> ops.LogProbs:
     """Computes the log-probabilities of targets from the last hidden states, without storing all logits.
 
     Args:

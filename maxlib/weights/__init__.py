@@ -21,7 +21,7 @@ from maxlib.weights._fields import Field as Field
 from maxlib.weights._fields import Fields as Fields
 from maxlib.weights._fields import Multimodal as Multimodal
 from maxlib.weights._gguf import from_gguf as from_gguf
-from maxlib.weights._gguf_saving import save_gguf as save_gguf
+from maxlib.weights._gguf import save_gguf as save_gguf
 from maxlib.weights._hf_config import REQUIRED as REQUIRED
 from maxlib.weights._hf_config import HFConfig as HFConfig
 from maxlib.weights._hf_config import read_config as read_config

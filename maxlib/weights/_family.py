@@ -139,8 +139,6 @@ def read_model(
     data = read_config(directory)
     if family is None:
         family = family_for(data, Path(directory) / "config.json")
-    elif isinstance(family, str):
-        raise TypeError(f"family must be a Family, got {family!r}; such as maxlib.models.{family}.FAMILY")
     fields = HFConfig(data)
     try:
         cfg = family.fields.read(fields)

@@ -1,7 +1,6 @@
 """The codec of a config.json: entries that say where it has each field of a configuration, read and written alike."""
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,20 @@ from maxlib.weights._hf_config import REQUIRED, HFConfig
 Values = Mapping[str, Any]
 # A value, or a function of the configuration (of its fields read so far) that returns it.
 Default = Any
+
+
+def num_heads(c: Any) -> int:
+    """Returns `num_heads`: what a null `num_key_value_heads` means, and in many families an absent one."""
+    return c.num_heads
+
+
+def equal_heads(c: Any) -> int:
+    """Returns `dim / num_heads`: what a null `head_dim` means, and in many families an absent one."""
+    return c.dim // c.num_heads
+
+
+# What null means in every family.
+NULL: Mapping[str, Default] = {"num_key_value_heads": num_heads, "head_dim": equal_heads}
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,7 @@ class Fields:
         ignored: Names of fields without effect in this family. Say why in a comment.
         absent: What it means if config.json omits a field: a value, a function of the preceding fields or
             `weights.REQUIRED`. By default the default of the configuration; a field without one is required.
-        null: The same for null, which means by default what absence means.
+        null: The same for null, which means by default what absence means, or what `NULL` says.
 
     Raises TypeError for an entry, `absent` or `null` of a name that the configuration does not have.
     """
@@ -87,11 +100,8 @@ class Fields:
     def __post_init__(self):
         known = [f.name for f in dataclasses.fields(self.config)]
         names = [entry.name for entry in self.entries]
-        for name in (*names, *self.absent, *self.null):
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-                raise TypeError(f"{self.config.__module__}.{self.config.__name__} has no field {name!r}; {meant}")
+        if unknown := {*names, *self.absent, *self.null} - {*known}:
+            raise TypeError(f"{self.config} has no field {min(unknown)!r}; it has {', '.join(known)}")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise TypeError(f"each field must have one entry, got several for {', '.join(repeated)}")
 
@@ -106,7 +116,6 @@ class Fields:
         c, hints = types.SimpleNamespace(), typing.get_type_hints(self.config)
         if self.model_types:
             c.model_type = hf.require("model_type", *self.model_types)
-        require(hf, _split(self.fixed | _present(hf, self.fixed_if_present))[0])
         for name in _present(hf, dict.fromkeys(self.ignored)):
             parent, last = _locate(hf, name)
             parent.ignore(last)
@@ -116,12 +125,11 @@ class Fields:
         return {entry.name: getattr(c, entry.name) for entry in self.entries}
 
     def check(self, hf: HFConfig, cfg: Any) -> None:
-        """Raises ValueError if a fixed field that depends on the configuration has another value."""
-        computed = _split(self.fixed | _present(hf, self.fixed_if_present))[1]
-        require(hf, {name: value(cfg) for name, value in computed.items()})
+        """Raises ValueError if a fixed field has another value."""
+        require(hf, self.fixed | _present(hf, self.fixed_if_present), cfg)
 
     def _take(self, entry: Field, hf: HFConfig, c: Any, hint: Any) -> Any:
-        absent, null = self._absent(entry.name), self.null.get(entry.name, dataclasses.MISSING)
+        absent, null = self._absent(entry.name), self.null.get(entry.name, NULL.get(entry.hf_name, dataclasses.MISSING))
         parent, last = _locate(hf, entry.hf_name)
         kind, optional = _kind(hint)
         if null is REQUIRED and last in parent:
@@ -205,8 +213,7 @@ class Multimodal:
         parts = {name: codec.read(hf) for name, codec in self.parts.items()}
         cfg = self.config(**values | parts)
         self.text.check(hf.nested("text_config"), cfg)
-        constant, computed = _split(self.fixed | _present(hf, self.fixed_if_present))
-        require(hf, constant | {name: value(cfg) for name, value in computed.items()})
+        require(hf, self.fixed | _present(hf, self.fixed_if_present), cfg)
         if any(part is not None for part in parts.values()):
             hf.require("model_type", self._type(cfg))
         return cfg
@@ -236,9 +243,10 @@ class Multimodal:
         return next(name for name in self.model_types if name not in self.text.model_types)
 
 
-def require(hf: HFConfig, values: Values) -> None:
-    """Takes fields whose values must be those of `values`, by dotted name; a tuple lists alternatives."""
-    for name, allowed in values.items():
+def require(hf: HFConfig, values: Values, cfg: Any) -> None:
+    """Takes fields whose values must be those of `values` for `cfg`, by dotted name; a tuple lists alternatives."""
+    for name, value in values.items():
+        allowed = _resolved(value, cfg)
         parent, last = _locate(hf, name)
         parent.require(last, *(allowed if isinstance(allowed, tuple) else (allowed,)))
 
@@ -267,12 +275,6 @@ def _present(hf: HFConfig, values: Values) -> dict[str, Any]:
     return {
         name: value for name, value in values.items() if "." not in name or hf.take(name.split(".")[0], None, kind=dict)
     }
-
-
-def _split(fixed: Values) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separates constants from functions of the configuration."""
-    computed = {name: value for name, value in fixed.items() if callable(value)}
-    return {name: value for name, value in fixed.items() if name not in computed}, computed
 
 
 def _locate(hf: HFConfig, name: str) -> tuple[HFConfig, str]:

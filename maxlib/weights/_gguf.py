@@ -1,8 +1,9 @@
-"""GGUF files of llama.cpp: reads their models with the package `gguf`, without torch.
+"""GGUF files of llama.cpp, Ollama and LM Studio, read and written with the package `gguf`, without torch.
 
 Quantized tensors are dequantized by that package, in every type that it knows (Q4_0, Q8_0, Q4_K, Q6_K and others).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,26 @@ import numpy as np
 from flax import nnx
 
 from maxlib import sharding
+from maxlib._utils.files import read_json_object
 from maxlib.weights._family import family_for
 from maxlib.weights._hf_config import HFConfig
+from maxlib.weights._hub import model_directory
 from maxlib.weights._loading import load
-from maxlib.weights.files import Stored
+from maxlib.weights.files import Stored, find_tensors
 from maxlib.weights.mapping import resolve
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# The names of `gguf.GGMLQuantizationType` and of `gguf.LlamaFileType`.
+TYPES = {
+    "float32": ("F32", "ALL_F32"),
+    "float16": ("F16", "MOSTLY_F16"),
+    "bfloat16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+    "q5_1": ("Q5_1", "MOSTLY_Q5_1"),
+    "q5_0": ("Q5_0", "MOSTLY_Q5_0"),
+    "q4_1": ("Q4_1", "MOSTLY_Q4_1"),
+    "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
+}
 
 
 @dataclass(frozen=True)
@@ -134,3 +148,127 @@ def heads_of(name: str, config: Mapping[str, Any]) -> int | None:
     if ".q_proj." in name:
         return config["num_attention_heads"]
     return config["num_key_value_heads"] if ".k_proj." in name else None
+
+
+def save_gguf(directory: str | Path, path: str | Path, *, dtype: str = "float16", overwrite: bool = False) -> None:
+    """Writes the model and the tokenizer of a Hugging Face directory as one GGUF file.
+
+    Vectors stay in float32, and matrices whose rows blocks do not divide in float16. For K-quants run llama.cpp's
+    `llama-quantize` on a file in float16.
+
+    Args:
+        directory: A directory of a Llama, Qwen2 or Qwen3, as `save_pretrained` writes it, or a name on the hub.
+            Its tokenizer.json must be a byte-level BPE; without one the file has no tokenizer.
+        path: The file to write.
+        dtype: Of matrices: "float32", "float16", "bfloat16", "q8_0", "q5_1", "q5_0", "q4_1" or "q4_0".
+        overwrite: True replaces a file that exists.
+
+    Raises:
+        FileExistsError: If the file exists.
+        ImportError: If the package `gguf` is not installed.
+        ValueError: For another type, architecture, rope or tokenizer, and for quantized weights.
+    """
+    gguf, directory, path = import_gguf(), model_directory(directory), Path(path)
+    if dtype not in TYPES:
+        raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; overwrite=True replaces it")
+    config = read_json_object(directory / "config.json")
+    theta = _theta(config, directory)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    kind = gguf.GGMLQuantizationType[TYPES[dtype][0]]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    part = path.with_name(path.name + ".part")
+    writer = gguf.GGUFWriter(part, config["model_type"], use_temp_file=True)
+    writer.add_file_type(gguf.LlamaFileType[TYPES[dtype][1]])
+    _add_config(writer, config, theta)
+    _add_tokenizer(writer, directory, config, gguf)
+    for name, tensor in find_tensors(directory).items():
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise ValueError(f"GGUF has no name for {name} of a {config['model_type']}")
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        array = _interleaved(np.asarray(tensor.view(), np.float32), heads_of(name, config))
+        of_array = kind if array.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
+        if array.ndim == 1:
+            writer.add_tensor(target, array)
+        else:
+            writer.add_tensor(target, gguf.quants.quantize(array, of_array), raw_dtype=of_array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.replace(path)
+
+
+def _theta(config: Mapping[str, Any], directory: Path) -> float:
+    """Returns the base of the rope; raises ValueError for a model that the file could not describe."""
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"{directory} must have a model_type among {', '.join(ARCHITECTURES)}, got {kind!r}")
+    if method := (config.get("quantization_config") or {}).get("quant_method"):
+        raise ValueError(
+            f"{directory} must have plain weights, got those of {method}: write the dequantized model first"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{directory} must have a rope without scaling, got {rope}: llama.cpp's converter writes it")
+    return rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
+
+
+def _add_config(writer: Any, config: Mapping[str, Any], theta: float) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads", heads))
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(theta)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _add_tokenizer(writer: Any, directory: Path, config: Mapping[str, Any], gguf: Any) -> None:
+    """Adds tokenizer.json, the ids that begin and end a text, and the chat template, as far as there are such."""
+    if not (directory / "tokenizer.json").exists():
+        return
+    tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    if tokenizer["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(tokenizer["pre_tokenizer"]):
+        raise ValueError(f"{directory / 'tokenizer.json'} must be a byte-level BPE")
+    special = {token["id"]: token["content"] for token in tokenizer["added_tokens"] if token["special"]}
+    words = {i: word for word, i in tokenizer["model"]["vocab"].items()} | special
+    control, normal, unused = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.TokenType.UNUSED
+    ids = range(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(tokenizer, config))
+    writer.add_token_list([words.get(i, f"[unused{i}]") for i in ids])
+    writer.add_token_types([control if i in special else normal if i in words else unused for i in ids])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+    path = directory / "generation_config.json"
+    generation = read_json_object(path) if path.exists() else config
+    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        token = generation.get(f"{name}_token_id", config.get(f"{name}_token_id"))
+        if token is not None:
+            add(token[0] if isinstance(token, list) else token)
+    if (directory / "chat_template.jinja").exists():
+        writer.add_chat_template((directory / "chat_template.jinja").read_text(encoding="utf-8"))
+
+
+def _pre_tokenizer(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Returns llama.cpp's name of the rule that splits a text into words."""
+    if config["model_type"] != "llama":
+        return "qwen2"
+    return "llama-bpe" if r"\\p{N}{1,3}" in json.dumps(tokenizer["pre_tokenizer"]) else "gpt-2"
+
+
+def _interleaved(array: np.ndarray, heads: int | None) -> np.ndarray:
+    """Reorders the rows of a head from (first half, second half), which rotate together, to pairs of neighbours."""
+    if heads is None:
+        return array
+    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)

@@ -4,6 +4,7 @@ The backbone is that of a registered family; only the head's names and what conf
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ from flax import nnx
 
 from maxlib import nn
 from maxlib._utils.files import read_json_object
-from maxlib.weights._hf_config import HFConfig
 from maxlib.weights._loading import load
 from maxlib.weights._saving import write_weights
 from maxlib.weights._table import Absent, Copy, Ignore, Renamed, Table, Weight
@@ -44,16 +44,8 @@ class _HeadFields:
     architecture: Callable[[str], str]
     labels: int | None = None
 
-    @property
-    def config(self) -> Any:
-        return self.fields.config
-
-    @property
-    def model_types(self) -> Mapping[str, str]:
-        return self.fields.model_types
-
-    def read(self, hf: HFConfig) -> Any:
-        return self.fields.read(hf)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fields, name)
 
     def write(self, cfg: Any) -> dict[str, Any]:
         written = self.fields.write(cfg)
@@ -86,7 +78,7 @@ def with_model_head(family: Any, model: Any) -> Any:
     head = getattr(model, "head", None)
     if isinstance(head, nn.ScoreHead):
         return _classifier(family, head.num_labels, of_tokens=head.b is not None)
-    return _embedder(family, _Embedding.of(head)) if isinstance(head, nn.EmbeddingHead) else family
+    return _embedder(family, _maker(head)) if isinstance(head, nn.EmbeddingHead) else family
 
 
 def _classifier(family: Any, labels: int, *, of_tokens: bool) -> Any:
@@ -115,69 +107,35 @@ def _backbone(table: Table) -> list[Any]:
     return [entry for entry in table if not is_head(entry)]
 
 
-@dataclass(frozen=True)
-class _Embedding:
-    """What modules.json and the configs beside it say about the head.
-
-    Attributes:
-        pooling: As in `nn.EmbeddingHead`.
-        dense: Widths of linear layers.
-        activation: As in `nn.EmbeddingHead`.
-        bias: True if these layers have biases.
-        normalize: True for vectors of length 1.
-        folders: The layers' folders.
-    """
-
-    pooling: Any
-    dense: tuple[int, ...] = ()
-    activation: Any = None
-    bias: bool = False
-    normalize: bool = False
-    folders: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(head: nn.EmbeddingHead) -> "_Embedding":
-        """Describes a head."""
-        return _Embedding(
-            head.pooling,
-            tuple(layer.w.shape[0] for layer in head.dense),
-            head.activation,
-            any(layer.b is not None for layer in head.dense),
-            head.normalize,
-            tuple(f"{n + 2}_Dense" for n in range(len(head.dense))),
-        )
-
-    def head(self, dim: int, rngs: nnx.Rngs) -> nn.EmbeddingHead:
-        """Makes the head."""
-        return nn.EmbeddingHead(
-            dim,
-            pooling=self.pooling,
-            dense=self.dense,
-            activation=self.activation,
-            bias=self.bias,
-            normalize=self.normalize,
-            rngs=rngs,
-        )
+def _maker(head: nn.EmbeddingHead) -> functools.partial[nn.EmbeddingHead]:
+    """Returns what makes such a head."""
+    return functools.partial(
+        nn.EmbeddingHead,
+        pooling=head.pooling,
+        dense=tuple(layer.w.shape[0] for layer in head.dense),
+        activation=head.activation,
+        bias=any(layer.b is not None for layer in head.dense),
+        normalize=head.normalize,
+    )
 
 
-def _embedder(family: Any, embedding: _Embedding) -> Any:
+def _embedder(family: Any, make_head: functools.partial[nn.EmbeddingHead]) -> Any:
     """Makes the family of a sentence-transformers model."""
 
     def model(cfg: Any, *, rngs: nnx.Rngs) -> Any:
-        return nn.with_head(family.model(cfg, rngs=rngs), embedding.head(cfg.dim, rngs))
+        return nn.with_head(family.model(cfg, rngs=rngs), make_head(cfg.dim, rngs=rngs))
 
     def table(cfg: Any) -> Table:
         # The files are those of the backbone's class, whose names lack the prefix; a causal model's have it.
         names = [Renamed("", "model."), Ignore("model.lm_head.weight")]
-        layers = range(len(embedding.dense))
+        layers = range(len(make_head.keywords["dense"]))
         dense = [Absent(f"head.dense.{n}.{leaf}") for n in layers for leaf in ("w", "b")]  # in files of their own
         return [*_backbone(family.table(cfg)), *names, *dense]
 
     def architecture(name: str) -> str:
         return re.sub(r"For\w+$|LMHeadModel$", "Model", name)
 
-    fields = _HeadFields(family.fields, architecture)
-    return dataclasses.replace(family, model=model, fields=fields, table=table)
+    return dataclasses.replace(family, model=model, fields=_HeadFields(family.fields, architecture), table=table)
 
 
 def load_embedder(family: Any, cfg: Any, directory: Path, **options: Any) -> Any:
@@ -192,17 +150,19 @@ def load_embedder(family: Any, cfg: Any, directory: Path, **options: Any) -> Any
     Raises:
         ValueError: For modules that maxlib does not have.
     """
-    embedding = _read_modules(directory)
-    embedder = _embedder(family, embedding)
+    make_head, folders = _read_modules(directory)
+    embedder = _embedder(family, make_head)
     model = load(lambda: embedder.model(cfg, rngs=nnx.Rngs(0)), embedder.table(cfg), directory, **options)
-    layers = list(jax.eval_shape(lambda: embedding.head(cfg.dim, nnx.Rngs(0))).dense)
-    for n, (layer, folder) in enumerate(zip(layers, embedding.folders, strict=True)):
+    layers = list(jax.eval_shape(lambda: make_head(cfg.dim, rngs=nnx.Rngs(0))).dense)
+    for n, (layer, folder) in enumerate(zip(layers, folders, strict=True)):
         model.head.dense[n] = load(lambda layer=layer: layer, _DENSE, directory / folder, **options)
     return model
 
 
-def _read_modules(directory: Path) -> _Embedding:
-    """Reads modules.json and the configs of its modules; raises ValueError for what an `EmbeddingHead` does not do."""
+def _read_modules(directory: Path) -> tuple[functools.partial[nn.EmbeddingHead], list[str]]:
+    """Reads what makes the head, and the folders of its linear layers, from modules.json and the configs of its
+    modules; raises ValueError for what an `EmbeddingHead` does not do.
+    """
     modules = _modules(directory)
     kinds = [kind for kind, _ in modules]
     order = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * kinds.count("Normalize")]
@@ -225,14 +185,15 @@ def _read_modules(directory: Path) -> _Embedding:
             f"the Dense modules of {directory} must have no residual, and agree in bias and in an activation of "
             f"{', '.join(_ACTIVATIONS)}; got {dense}"
         )
-    return _Embedding(
-        _read_pooling(directory / dict(modules)["Pooling"] / "config.json"),
-        tuple(layer["out_features"] for layer in dense),
-        _ACTIVATIONS[activations.pop()] if activations else None,
-        biases.pop() if biases else False,
-        "Normalize" in kinds,
-        tuple(folders),
+    make_head = functools.partial(
+        nn.EmbeddingHead,
+        pooling=_read_pooling(directory / dict(modules)["Pooling"] / "config.json"),
+        dense=tuple(layer["out_features"] for layer in dense),
+        activation=_ACTIVATIONS[activations.pop()] if activations else None,
+        bias=biases.pop() if biases else False,
+        normalize="Normalize" in kinds,
     )
+    return make_head, folders
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
@@ -280,7 +241,7 @@ def write_modules(model: Any, directory: Path, *, dtype: Any = None) -> None:
     if not isinstance(head, nn.EmbeddingHead):
         return
     first = jax.process_index() == 0
-    dense = _Embedding.of(head).folders
+    dense = [f"{n + 2}_Dense" for n in range(len(head.dense))]
     kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), *(("Dense", folder) for folder in dense)]
     kinds += [("Normalize", f"{len(kinds)}_Normalize")] if head.normalize else []
     for _, folder in kinds[1:] if first else ():

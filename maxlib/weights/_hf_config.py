@@ -32,6 +32,10 @@ BOOKKEEPING = _names(
     output_hidden_states output_router_logits keys_to_ignore_at_inference gradient_checkpointing is_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
     tf_legacy_loss internal_version transformers.js_config is_llama_config ep_size unsloth_fixed unsloth_version
+    is_composition output_past reorder_and_upcast_attn slow_but_exact masked_softmax_fusion bias_dropout_fusion
+    attention_softmax_in_fp32 deterministic_flash_attn reference_compile repad_logits_with_grad flash_attention
+    use_mamba_kernels mamba_chunk_size num_logits_to_keep init_device tokenizer_name verbose
+    enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine use_grouped_mm use_parallel_embedding
     """
 )
 TOKEN_IDS = _names(
@@ -46,6 +50,11 @@ TRAINING = _names(
     initializer_range initializer_factor attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop
     embedding_dropout ffn_dropout hidden_dropout resid_pdrop residual_dropout projector_dropout
     summary_first_dropout router_aux_loss_coef router_jitter_noise router_z_loss_coef aux_loss_alpha seq_aux
+    summary_type summary_use_proj summary_activation summary_proj_to_labels dropout_rate classifier_dropout_rate
+    hidden_dropout_prob attention_probs_dropout_prob activation_dropout mlp_dropout emb_pdrop layerdrop
+    encoder_layerdrop decoder_layerdrop init_std init_fn init_cutoff_factor initializer_cutoff_factor init_method
+    rescale_prenorm_residual time_step_floor z_loss_coefficient apply_spec_augment mask_time_prob mask_time_length
+    mask_time_min_masks mask_feature_prob mask_feature_length mask_feature_min_masks
     """
 )
 # Sampling settings, which old versions of transformers wrote into every config.
@@ -75,6 +84,14 @@ HARMLESS_VALUES = {
     "tie_encoder_decoder": False,
     "pruned_heads": {},
     "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "lm_head_bias": False,
+    "attn_logit_softcapping": False,
+    "final_logit_softcapping": False,
+    "moe_layer_freq": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 # Only harmless if another field has the same value: an older name of it.
 HARMLESS_COPIES = {"max_sequence_length": "max_position_embeddings"}

@@ -66,56 +66,75 @@ def _modern(value: Any) -> Any:
     return OLD_NAMES.get(value, value) if isinstance(value, str) else value
 
 
-def read_rope(
-    fields: HFConfig,
-    *,
-    head_dim: int,
-    interleaved: bool = False,
-    partial: bool = False,
-    default_theta: float = 10_000.0,
-    default_length: int | None = None,
-    default_fraction: float = 1.0,
-    layer_type: str | None = None,
-    theta_field: str = "rope_theta",
-    scaling_field: str | None = "rope_scaling",
-) -> Rope:
-    """Reads a rotary embedding, in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
+@dataclass(frozen=True, kw_only=True)
+class RopeSpelling:
+    """How a family spells a rotary embedding: as transformers 4 (`rope_scaling`) or 5 (`rope_parameters`) does.
 
     Args:
-        fields: The fields of config.json.
-        head_dim: Width of a head.
         interleaved: True if the architecture pairs neighbouring dimensions.
         partial: True if it can rotate a part of the head (`partial_rotary_factor`).
-        default_theta: Base of a config without `rope_theta`.
-        default_length: Length of a config without `max_position_embeddings`.
-        default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
         layer_type: Key within `rope_parameters`, for models whose layer types rotate differently.
         theta_field: Name of this type's base in transformers 4 (`rope_local_base_freq` for Gemma 3's local layers).
         scaling_field: Name of this type's scaling there; None if it has none.
-
-    Raises:
-        ValueError: For an unknown type, a missing or invalid number, and contradicting spellings.
+        default_theta: Base of a config without `rope_theta`.
+        default_length: Length of a config without `max_position_embeddings`.
+        default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
+        default_scaling: Scaling of a config without any field of a rope but its length.
     """
-    spelled = _Spellings(fields, _parts(fields, layer_type, scaling_field))
-    spelled.get("finetuned", kind=bool)  # whether YaRN's authors trained at this length; changes no frequency
-    kind = spelled.get("rope_type", "type", kind=str, default="default")
-    if kind not in TYPES:
-        raise ValueError(f"{fields.where('rope_type')} must be one of {', '.join(TYPES)}, got {kind!r}.")
-    theta = spelled.get("rope_theta", outside=theta_field, default=default_theta)
-    fraction = spelled.get("partial_rotary_factor", outside="partial_rotary_factor", default=default_fraction)
-    if fraction != 1.0 and not (partial or kind == "proportional"):
-        raise ValueError(
-            f"{fields.where('partial_rotary_factor')} must be 1, got {fraction}: this architecture turns whole heads."
-        )
-    limit = fields.take(LIMIT, default_length, kind=int)
-    try:
-        scaling = _scaling(kind, spelled, limit, fraction)
-        dim = head_dim if kind == "proportional" else int(head_dim * fraction)
-        return Rope(dim, theta, scaling, interleaved, _reach(scaling, limit))
-    except (ValueError, OverflowError, ZeroDivisionError) as error:
-        if str(error).startswith("config.json"):
-            raise
-        raise ValueError(f"{fields.where('rope_type')} {kind!r} has invalid numbers: {error}") from error
+
+    interleaved: bool = False
+    partial: bool = False
+    layer_type: str | None = None
+    theta_field: str = "rope_theta"
+    scaling_field: str | None = "rope_scaling"
+    default_theta: float = 10_000.0
+    default_length: int | None = None
+    default_fraction: float = 1.0
+    default_scaling: Any = None
+
+    def read(self, fields: HFConfig, head_dim: int) -> Rope:
+        """Reads the rope of heads of a width.
+
+        Raises ValueError for an unknown type, a missing or invalid number, and contradicting spellings.
+        """
+        spelled = _Spellings(fields, _parts(fields, self.layer_type, self.scaling_field))
+        spelled.get("finetuned", kind=bool)  # whether YaRN's authors trained at this length; changes no frequency
+        kind = spelled.get("rope_type", "type", kind=str, default="default")
+        if kind not in TYPES:
+            raise ValueError(f"{fields.where('rope_type')} must be one of {', '.join(TYPES)}, got {kind!r}.")
+        theta = spelled.get("rope_theta", outside=self.theta_field, default=self.default_theta)
+        partial = "partial_rotary_factor"
+        fraction = spelled.get(partial, outside=partial, default=self.default_fraction)
+        if fraction != 1.0 and not (self.partial or kind == "proportional"):
+            raise ValueError(f"{fields.where(partial)} must be 1, got {fraction}: this architecture turns whole heads.")
+        limit = fields.take(LIMIT, self.default_length, kind=int)
+        try:
+            scaling = _scaling(kind, spelled, limit, fraction)
+            if not any(name in fields for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+                scaling = self.default_scaling
+            dim = head_dim if kind == "proportional" else int(head_dim * fraction)
+            return Rope(dim, theta, scaling, self.interleaved, _reach(scaling, limit))
+        except (ValueError, OverflowError, ZeroDivisionError) as error:
+            if str(error).startswith("config.json"):
+                raise
+            raise ValueError(f"{fields.where('rope_type')} {kind!r} has invalid numbers: {error}") from error
+
+    def write(self, rope: Rope, head_dim: int) -> dict[str, Any]:
+        """Writes the fields of a rope."""
+        whole_heads = not self.partial
+        written = write_rope(rope, head_dim=head_dim, whole_heads=whole_heads, interleaved=self.interleaved)
+        if self.default_fraction != 1.0:
+            written = {"partial_rotary_factor": 1.0} | written
+        if self.layer_type is not None:
+            written[f"rope_parameters.{self.layer_type}"] = written.pop("rope_parameters")
+        if self.scaling_field is None:
+            return {self.theta_field: written["rope_theta"], **{k: v for k, v in written.items() if "." in k}}
+        return written
+
+
+def read_rope(fields: HFConfig, *, head_dim: int, **spelling: Any) -> Rope:
+    """Reads a rotary embedding of heads of a width; `spelling` are arguments of `RopeSpelling`."""
+    return RopeSpelling(**spelling).read(fields, head_dim)
 
 
 def _parts(fields: HFConfig, layer_type: str | None, scaling_field: str | None) -> tuple[HFConfig, ...]:

@@ -1,8 +1,6 @@
 """Models on the Hugging Face hub, through `huggingface_hub`: its cache, tokens, offline mode and progress bars."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +61,14 @@ def download(name: str, *, revision: str | None = None, token: str | bool | None
         ValueError: If the model has no safetensors; maxlib reads no pickles.
     """
     hub = import_hub(name)
-    with looked_up_on_the_hub(name):
+    try:
         snapshot = Path(hub.snapshot_download(name, revision=revision, token=token, allow_patterns=list(SMALL_FILES)))
         # Pin the commit, so that both downloads use the same one.
         commit, files = snapshot.name, _weight_files(snapshot)
         hub.snapshot_download(name, revision=commit, token=token, allow_patterns=files)
+    except OSError as error:  # all of its errors about repositories, revisions and connections
+        error.add_note(f"There is no directory {name!r} here, so it was looked up on the Hugging Face hub.")
+        raise
     if missing := [file for file in files if not (snapshot / file).is_file()]:
         raise ValueError(
             f"{name} on the hub must have its weights as {SINGLE}, or as the files of {INDEX}, but it lacks "
@@ -98,13 +99,3 @@ def import_hub(name: str) -> Any:
             "pip install 'maxlib[hub]'"
         ) from error
     return huggingface_hub
-
-
-@contextmanager
-def looked_up_on_the_hub(name: str) -> Iterator[None]:
-    """Adds to errors of huggingface_hub that there is no such directory."""
-    try:
-        yield
-    except OSError as error:  # all of its errors about repositories, revisions and connections
-        error.add_note(f"There is no directory {name!r} here, so it was looked up on the Hugging Face hub.")
-        raise

@@ -25,7 +25,7 @@ from maxlib.weights.mapping import Conversion, Tensor, WeightMapping, resolve
 
 _CACHED = 4  # parameters; several of the files' tensors may be sliced from each
 # Settings of layers that choose an implementation, or that only training uses; files do not store them.
-_FREE = ("implementation", "matmul", "capacity_factor", "gather_once")
+_FREE = ("implementation", "matmul", "gather_once")
 _PLAIN = bool | int | float | str | None | Mask | Rope
 _SHOWN = 5
 

@@ -7,7 +7,6 @@ An entry is for a field of the family's configuration; see `Fields`.
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,11 @@ from maxlib.weights._fields import Default, Values
 from maxlib.weights._fields import Field as Field
 from maxlib.weights._fields import Fields as Fields
 from maxlib.weights._fields import Multimodal as Multimodal
+from maxlib.weights._fields import equal_heads as equal_heads
+from maxlib.weights._fields import num_heads as num_heads
 from maxlib.weights._hf_config import REQUIRED as REQUIRED
 from maxlib.weights._hf_config import HFConfig as HFConfig
+from maxlib.weights._hf_rope import RopeSpelling as RopeSpelling
 from maxlib.weights._hf_rope import read_rope as read_rope
 from maxlib.weights._hf_rope import write_rope as write_rope
 
@@ -31,6 +33,13 @@ DECODER = (
 MLP = Field("mlp_dim", "intermediate_size")
 HEADS = (Field("num_heads", "num_attention_heads"), Field("num_kv_heads", "num_key_value_heads"))
 ATTENTION = (*HEADS, Field("head_dim"))
+# Of an encoder, with as many key heads as query heads.
+ENCODER = (
+    Field("dim", "hidden_size"),
+    Field("num_layers", "num_hidden_layers"),
+    Field("num_heads", "num_attention_heads"),
+    MLP,
+)
 ATTENTION_BIAS = Field("attention_bias")
 WINDOW = Field("window", "sliding_window")
 # Latent attention, in DeepSeek's names. It has no number of key heads; `latent_rope` has the rotary part.
@@ -80,94 +89,31 @@ def under(parent: str, entries: Sequence[Field]) -> list[Field]:
 
 def decoder(norm_eps: str) -> list[Field]:
     """Lists `DECODER` for models that call the epsilon of their norms `norm_eps`."""
-    return [*(entry for entry in DECODER if entry.name != "norm_eps"), Field("norm_eps", norm_eps)]
+    return [*without(DECODER, "norm_eps"), Field("norm_eps", norm_eps)]
 
 
-def num_heads(c: Any) -> int:
-    """Returns `num_heads`: what an absent or null `num_key_value_heads` means in many families."""
-    return c.num_heads
+def without(entries: Sequence[Field], *names: str) -> list[Field]:
+    """Lists the entries of all fields but those of the configuration's `names`."""
+    return [entry for entry in entries if entry.name not in names]
 
 
-def equal_heads(c: Any) -> int:
-    """Returns `dim / num_heads`: what an absent `head_dim` means in many families."""
-    return c.dim // c.num_heads
+# For models whose heads always have the usual width.
+EQUAL_HEADS = Computed("head_dim", lambda hf, c: equal_heads(c), lambda width, cfg: {})
 
 
-def head_dim() -> Computed:
-    """Makes the entry for a `head_dim` that may only be absent if `num_heads` divides `dim`, as for Llama."""
-
-    def read(hf: HFConfig, c: Any) -> int:
-        width = hf.take("head_dim", None, kind=int)
-        if width is None and c.dim % c.num_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads ({c.num_heads}) must divide hidden_size ({c.dim}), or head_dim be "
-                "given."
-            )
-        return equal_heads(c) if width is None else width
-
-    def write(value: int, cfg: Any) -> Values:
-        if cfg.dim % cfg.num_heads:
-            warnings.warn(
-                f"num_heads ({cfg.num_heads}) does not divide dim ({cfg.dim}): maxlib reads the export, transformers 5 "
-                "refuses such a config",
-                stacklevel=5,
-            )
-        return {"head_dim": value}
-
-    return Computed("head_dim", read, write)
-
-
-def rope(
-    name: str = "rope",
-    *,
-    interleaved: bool = False,
-    partial: bool = False,
-    layer_type: str | None = None,
-    theta_field: str = "rope_theta",
-    scaling_field: str | None = "rope_scaling",
-    default_theta: float = 10_000.0,
-    default_length: int | None = None,
-    default_fraction: float = 1.0,
-) -> Computed:
-    """Makes the entry for a rotary embedding over `head_dim` dimensions, in both spellings; see `read_rope`.
+def rope(name: str = "rope", **spelling: Any) -> Computed:
+    """Makes the entry for a rotary embedding of `head_dim` dimensions.
 
     Args:
         name: Name in the configuration.
-        interleaved: True if the family pairs neighbouring dimensions, rather than dimensions half a head apart.
-        partial: True if it can rotate a part of the head.
-        layer_type: Key within `rope_parameters`, for families whose layer types rotate differently.
-        theta_field: Name of the base in transformers 4.
-        scaling_field: Name of the scaling in transformers 4; None if it has none for this layer type.
-        default_theta: Base of a config without `rope_theta`.
-        default_length: Length of a config without `max_position_embeddings`.
-        default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
+        **spelling: Arguments of `RopeSpelling`.
     """
-
-    def read(hf: HFConfig, c: Any) -> Any:
-        return read_rope(
-            hf,
-            head_dim=c.head_dim,
-            interleaved=interleaved,
-            partial=partial,
-            default_theta=default_theta,
-            default_length=default_length,
-            default_fraction=default_fraction,
-            layer_type=layer_type,
-            theta_field=theta_field,
-            scaling_field=scaling_field,
-        )
-
-    def write(value: Any, cfg: Any) -> Values:
-        written = write_rope(value, head_dim=cfg.head_dim, whole_heads=not partial, interleaved=interleaved)
-        if default_fraction != 1.0:
-            written = {"partial_rotary_factor": 1.0} | written
-        if layer_type is not None:
-            written[f"rope_parameters.{layer_type}"] = written.pop("rope_parameters")
-        if scaling_field is None:
-            return {theta_field: written["rope_theta"], **{k: v for k, v in written.items() if "." in k}}
-        return written
-
-    return Computed(name, read, write)
+    spelled = RopeSpelling(**spelling)
+    return Computed(
+        name,
+        lambda hf, c: spelled.read(hf, c.head_dim),
+        lambda value, cfg: spelled.write(value, cfg.head_dim),
+    )
 
 
 def layer_rope(

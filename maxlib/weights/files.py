@@ -65,7 +65,6 @@ OWN_FILES = (
     *FOLDERS,
 )
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-OTHER = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -197,8 +196,8 @@ def _nothing_found(directory: Path) -> str:
         )
     if parts := [name for name in names if name.endswith(".safetensors")]:
         return f"{start}, but has {', '.join(parts)} without an index. Download {INDEX} too, or rename a single file."
-    if other := [name for name in names if name.endswith(OTHER)]:
-        return f"{start}, but has {', '.join(other)}. Convert it to safetensors first, with transformers for instance."
+    if files := [name for name in names if name.endswith(".gguf")]:
+        return f"{start}, but has {', '.join(files)}: weights.from_gguf reads such a file."
     return f"{start}, but {'has neither' if directory.is_dir() else 'there is no such directory'}."
 
 

@@ -39,11 +39,67 @@ def heads_out(hf_name: str, path: str) -> list[Weight]:
     return [Weight(f"{hf_name}.weight", f"{path}.w", "D (N H) -> D N H"), Weight(f"{hf_name}.bias", f"{path}.b")]
 
 
+def qkv(hf_name: str, path: str, rows: str = "(three N H)") -> list[Weight]:
+    """Lists the projections to queries, keys and values, which files have in one tensor.
+
+    Args:
+        hf_name: Name of the layer in files.
+        path: Path of the attention.
+        rows: Axes of the rows; by default all queries, then all keys, then all values.
+    """
+    table = []
+    for n, part in enumerate("qkv"):
+        table.append(Weight(f"{hf_name}.weight", f"{path}.{part}.w", f"{rows} D -> N H D", {"three": n}))
+        table.append(Weight(f"{hf_name}.bias", f"{path}.{part}.b", f"{rows} -> N H", {"three": n}))
+    return table
+
+
+def gate_up(hf_name: str, path: str) -> list[Weight]:
+    """Lists the gate and the up projection of an MLP, which files have in one tensor, the gate first."""
+    table = []
+    for n, part in enumerate(("gate", "up")):
+        table.append(Weight(f"{hf_name}.weight", f"{path}.{part}.w", "(two F) D -> F D", {"two": n}))
+        table.append(Weight(f"{hf_name}.bias", f"{path}.{part}.b", "(two F) -> F", {"two": n}))
+    return table
+
+
+def attention(hf_name: str, path: str, *, out: str) -> list[Weight]:
+    """Lists the projections of attention, each in a tensor of its own.
+
+    Args:
+        hf_name: The file's name of the projections to queries, keys and values, with `{}` for q, k or v.
+        path: Path of the attention.
+        out: The file's name of the projection of all heads.
+    """
+    parts = [entry for part in "qkv" for entry in heads(hf_name.replace("{}", part), f"{path}.{part}")]
+    return [*parts, *heads_out(out, f"{path}.o")]
+
+
+def mlp(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weights and biases of a gated MLP; `hf_name` has `{}` for gate, up or down."""
+    return [entry for part in _PARTS for entry in linear(hf_name.replace("{}", part), f"{path}.{part}")]
+
+
+def experts(hf_name: str, parts: Sequence[str] = _PARTS) -> list[Weight]:
+    """Lists experts with a tensor each.
+
+    Args:
+        hf_name: The file's name of a projection, with `{e}` for the expert, and `{}` for its name.
+        parts: The file's names of gate, up and down.
+    """
+    return [
+        Weight(hf_name.replace("{}", name) + ".weight", f"moe.{part}.w", "O I -> e O I")
+        for name, part in zip(parts, _PARTS, strict=True)
+    ]
+
+
+def norms(**hf_names: str) -> list[Weight]:
+    """Lists the scales of norms, by their path, with the file's names."""
+    return [Weight(f"{hf_name}.weight", f"{path}.scale") for path, hf_name in hf_names.items()]
+
+
 # Norms before each branch.
-NORMS = (
-    Weight("input_layernorm.weight", "attn_norm.scale"),
-    Weight("post_attention_layernorm.weight", "mlp_norm.scale"),
-)
+NORMS = (*norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm"),)
 # The same as LayerNorms.
 LAYER_NORMS = (
     *layer_norm("input_layernorm", "attn_norm"),
@@ -51,38 +107,26 @@ LAYER_NORMS = (
 )
 # Norms before and after each branch.
 SANDWICH_NORMS = (
-    Weight("input_layernorm.weight", "attn_norm.scale"),
-    Weight("post_attention_layernorm.weight", "attn_post_norm.scale"),
-    Weight("pre_feedforward_layernorm.weight", "mlp_norm.scale"),
-    Weight("post_feedforward_layernorm.weight", "mlp_post_norm.scale"),
+    *norms(attn_norm="input_layernorm", attn_post_norm="post_attention_layernorm"),
+    *norms(mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm"),
 )
 ATTENTION = (
-    Weight("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> N H D"),
-    Weight("self_attn.q_proj.bias", "attn.q.b", "(N H) -> N H"),
-    Weight("self_attn.k_proj.weight", "attn.k.w", "(K H) D -> K H D"),
-    Weight("self_attn.k_proj.bias", "attn.k.b", "(K H) -> K H"),
-    Weight("self_attn.v_proj.weight", "attn.v.w", "(K H) D -> K H D"),
-    Weight("self_attn.v_proj.bias", "attn.v.b", "(K H) -> K H"),
-    Weight("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> D N H"),
-    Weight("self_attn.o_proj.bias", "attn.o.b"),
+    *attention("self_attn.{}_proj", "attn", out="self_attn.o_proj"),
     Weight("self_attn.q_norm.weight", "attn.q_norm.scale"),
     Weight("self_attn.k_norm.weight", "attn.k_norm.scale"),
 )
-MLP = tuple(entry for part in _PARTS for entry in linear(f"mlp.{part}_proj", f"mlp.{part}"))
+MLP = (*mlp("mlp.{}_proj", "mlp"),)
 # Experts with one tensor each, and a router that may have an expert_bias ...
 EXPERTS = (
     Weight("mlp.gate.weight", "moe.router.gate.w"),
     Weight("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
-    *[Weight(f"mlp.experts.{{e}}.{part}_proj.weight", f"moe.{part}.w", "O I -> e O I") for part in _PARTS],
+    *experts("mlp.experts.{e}.{}_proj"),
 )
 # ... and shared experts, as DeepSeek calls them.
-MOE = (
-    *EXPERTS,
-    *[Weight(f"mlp.shared_experts.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
-)
+MOE = (*EXPERTS, *mlp("mlp.shared_experts.{}_proj", "moe.shared"))
 # One shared expert with a gate, as Qwen2-MoE and the families after it call it.
 GATED_SHARED_EXPERT = (
-    *[Weight(f"mlp.shared_expert.{part}_proj.weight", f"moe.shared.{part}.w") for part in _PARTS],
+    *mlp("mlp.shared_expert.{}_proj", "moe.shared"),
     Weight("mlp.shared_expert_gate.weight", "moe.shared_gate.w"),
 )
 # Gated DeltaNet with Qwen's names, without the projections of its input; the layer's attribute is `delta`.
@@ -224,7 +268,14 @@ def under(entries: Sequence[Weight], hf_name: str, path: str) -> list[Weight]:
 
 
 def decoder_table(
-    layer: Sequence[Weight], *, prefix: str = "", model: str = "model", norm: str = "norm"
+    layer: Sequence[Weight],
+    *,
+    prefix: str = "",
+    model: str = "model",
+    embed: str = "embed_tokens",
+    layers: str = "layers",
+    norm: str = "norm",
+    head: str = "lm_head",
 ) -> list[Entry]:
     """Makes the table of an `nn.Decoder`.
 
@@ -232,10 +283,13 @@ def decoder_table(
         layer: Entries of one layer, relative to it.
         prefix: Prefix of all of the file's names.
         model: Next part of all names except the head's.
+        embed: The file's name of the embedding.
+        layers: The file's name of the layers.
         norm: The file's name of the norm before the head.
+        head: The file's name of the head.
     """
-    head, model = f"{prefix}lm_head.weight", f"{prefix}{model}"
-    embed, layers = f"{model}.embed_tokens.weight", f"{model}.layers.{{i}}"
+    head, model = f"{prefix}{head}.weight", f"{prefix}{model}"
+    embed, layers = f"{model}.{embed}.weight", f"{model}.{layers}.{{i}}"
     return [
         Weight(embed, "embed.w"),
         *under(layer, layers, "layers.{i}"),

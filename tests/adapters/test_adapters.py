@@ -64,13 +64,16 @@ def test_a_fresh_adapter_changes_nothing_and_comes_off_by_identity():
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(base), strict=True))
 
 
-@pytest.mark.parametrize("options", [full({}), full({"rslora": True}), {"dora": True}], ids=["lora", "rslora", "dora"])
-def test_merged_equals_unmerged(options):
-    adapted = trained(put_on(model("both"), dataclasses.replace(LORA, **options)))
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {"dora": True}), full("both", {"dora": True}), full("both", {"rslora": True})]
+)
+def test_merged_equals_unmerged(name, options):
+    base = model(name)
+    adapted = trained(put_on(base, dataclasses.replace(LORA, **options)))
     merged = jit(adapters.merge)(adapted)
-    assert jax.tree.structure(merged) == jax.tree.structure(model("both"))
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
     close(logits(merged), logits(adapted))
-    assert np.abs(logits(merged) - logits(model("both"))).max() > 0.1
+    assert np.abs(logits(merged) - logits(base)).max() > 0.1
 
 
 @pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
@@ -132,8 +135,6 @@ def test_on_a_quantized_base(format):
     merged = jit(adapters.merge)(adapted)
     assert not [v for v in jax.tree.leaves(merged) if v.dtype not in (jnp.float32, jnp.int32)]
     close(logits(merged), logits(adapted), atol=5e-5)
-    narrow = jit(lambda model: adapters.merge(model, requantize=True))(adapted)
-    assert jax.tree.structure(narrow) == jax.tree.structure(base)
 
 
 def test_a_quantized_step_trains_factors_only():
@@ -229,16 +230,14 @@ def test_decoding_with_latent_attention_uses_the_adapters():
     close(decode(layer)[:, 0], jit(lambda layer: layer(x)[0])(layer)[:, -1])
 
 
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_experts_equal_their_merged_loop(capacity):
+def test_experts_equal_their_merged_loop():
     router = nn.Router(16, 4, top_k=2, rngs=nnx.Rngs(3))
-    moe = nn.MoE(16, 8, router=router, capacity_factor=capacity, weight_order="EIO", rngs=nnx.Rngs(0))
+    moe = nn.MoE(16, 8, router=router, weight_order="EIO", rngs=nnx.Rngs(0))
     adapted = trained(put_on(moe, [adapters.Rule(adapters.LoRA(2, 4, dora=True))]))
     x = jax.random.normal(jax.random.key(0), (2, 8, 16))
     y, run = jit(lambda m: m(x)[0])(adapted), jit(lambda m: adapters.merge(m)(x)[0])
     close(y, run(adapted))
-    if capacity is None:
-        close(y, jit(lambda m: m.reference(x))(adapted))
+    close(y, jit(lambda m: m.reference(x))(adapted))
 
 
 def test_bad_rules():
@@ -296,5 +295,3 @@ def test_preferences_on_a_tuned_adapter_refer_to_the_tuned_model():
     (value, stats), grads = jit(gradient)(policy)
     np.testing.assert_allclose(value / stats.num_targets, np.log(2), rtol=1e-6)
     assert max(float(jnp.abs(g).max()) for g in grads.values()) > 1e-4
-    (on_tuned, stats), _ = jit(gradient)(tuned)  # here the reference is the model below the tuned adapter
-    assert abs(on_tuned / stats.num_targets - np.log(2)) > 1e-3

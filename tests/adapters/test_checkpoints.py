@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -19,7 +20,7 @@ def quickly(monkeypatch):
     share_steps(monkeypatch)
 
 
-OPTIMIZER = training.adamw(1e-2)
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)  # compiles in half of AdamW's time
 
 
 @functools.cache
@@ -69,12 +70,11 @@ def test_another_base_is_refused(tmp_path):
 
 def test_the_compiled_step_has_gradients_of_factors_only():
     model = put_on(jit(lambda: Bigram(64, rngs=nnx.Rngs(0)))())
-    optimizer = training.adamw(1e-2)
     sizes = {}
     batch = {name: jnp.zeros((2, 8), jnp.int32) for name in ("tokens", "targets")}
     for name, filter in (("factors", adapters.trainable), ("all", nn.tree.is_trainable)):
-        state = training.make_state(model, optimizer, filter=filter)
-        step = jax.jit(training.make_train_step(loss, optimizer), donate_argnums=0)
+        state = training.make_state(model, OPTIMIZER, filter=filter)
+        step = jax.jit(training.make_train_step(loss, OPTIMIZER), donate_argnums=0)
         compiled = step.lower(state, batch).compile()
         sizes[name] = compiled.memory_analysis().temp_size_in_bytes, compiled.cost_analysis()["flops"]
         factors = sum(a.nbytes for a in state.trainable.values())

@@ -95,10 +95,14 @@ def test_golden_arrays_are_what_peft_gives(name, tmp_path):
 # --- what is refused ---
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return maxlib.from_pretrained(parity.directory(tmp_path_factory.mktemp("base"), theirs.base_case("llama_layers")))
+
+
 @pytest.fixture
-def files(tmp_path):
+def files(llama, tmp_path):
     """A tiny Llama, and a function that writes its PEFT directory with changes."""
-    model = maxlib.from_pretrained(parity.directory(tmp_path / "base", theirs.base_case("llama_layers")))
 
     def write(change=lambda tensors: tensors, **config):
         path = theirs.directory(tmp_path / "adapter", "llama_layers", **config)
@@ -106,7 +110,7 @@ def files(tmp_path):
         save_file(change(tensors), path / "adapter_model.safetensors", metadata={"format": "pt"})
         return path
 
-    return model, write
+    return llama, write
 
 
 @pytest.mark.parametrize(

@@ -22,17 +22,15 @@ def layers(args):
     """MoE layers, and a dense one with the same multiplications per token (routing apart)."""
     x = jax.random.normal(jax.random.key(0), (args.batch, args.tokens // args.batch, args.dim), args.dtype)
 
-    def mixture(capacity_factor=None):
+    def mixture():
         router = nn.Router(args.dim, args.experts, top_k=args.top_k, rngs=nnx.Rngs(1))
-        return nn.MoE(args.dim, args.mlp_dim, router=router, capacity_factor=capacity_factor, rngs=nnx.Rngs(0))
+        return nn.MoE(args.dim, args.mlp_dim, router=router, rngs=nnx.Rngs(0))
 
     dense = jax.jit(lambda: nn.GatedMLP(args.dim, args.top_k * args.mlp_dim, rngs=nnx.Rngs(0)))()
     values, rest = nn.partition(jax.jit(mixture)())
-    dropping = nn.partition(jax.jit(lambda: mixture(1.25))())[1]
     return {
         "dense MLP": compiled(both_passes(lambda m, x: m(x)), dense, x),
         "MoE dropless": compiled(both_passes(lambda v, x: nn.combine(v, rest)(x)[0]), values, x),
-        "MoE capacity 1.25": compiled(both_passes(lambda v, x: nn.combine(v, dropping)(x)[0]), values, x),
     }
 
 

@@ -91,7 +91,8 @@ class Case:
 
     def call(self, implementation: str, x: dict[str, jax.Array]) -> jax.Array:
         """Returns the outputs."""
-        return getattr(ops, self.op)(**x, is_start=self.starts(), implementation=implementation)[0]
+        run = ops.ssd if self.op == "ssd" else ops.gated_delta_rule
+        return run(**x, is_start=self.starts(), implementation=implementation)[0]
 
     def both(self, implementation: str, x: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the outputs and the gradients, for ones behind every output."""

@@ -77,8 +77,7 @@ SLOW = {
 # D x D reads and writes a row in 4 D bytes for 2 D^2 FLOPs, D / 2 a byte; v6e computes 560 in that time, and norms,
 # gates and the rotation of queries and keys pass the same rows again.
 NARROW = {"v6e": 1600}
-# Mixtures of experts that only the slower memory of these chips bounds, with the rows of experts (`recorded.json`,
-# "Rows of experts", counts their passes for Qwen3-30B-A3B on v6e). The others are not measured one by one.
+# Mixtures of experts that only the slower memory of these chips bounds. The others are not measured one by one.
 SPARSE = {
     "v6e": (
         "deepseek-v2",

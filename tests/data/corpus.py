@@ -1,5 +1,8 @@
 """A small corpus whose tokens encode their document and position."""
 
+from unittest import mock
+
+import jax
 import numpy as np
 
 from maxlib import data
@@ -14,3 +17,8 @@ def documents(count: int = 40, longest: int = 70) -> list[np.ndarray]:
 
 def shuffled(count: int = 40, *, epochs: int | None = None, seed: int = 3):
     return data.in_memory(documents(count)).shuffle(seed=seed).repeat(epochs)
+
+
+def process(index, count):
+    """Lets jax say that this is one of several processes."""
+    return mock.patch.multiple(jax, process_index=lambda: index, process_count=lambda: count)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from maxlib import data
+from tests.data.corpus import process
 
 
 def texts(documents):
@@ -59,16 +60,17 @@ def test_a_stream_resumes_exactly_on_other_hosts(tmp_path, shards):
     every = [int(d["tokens"][0]) for k in range(shards) for d in source[k::shards]]
     assert sorted(every) == sorted(2 * [100 * i + j for i in range(4) for j in range(12)])
 
-    def loader(mine):
+    def loader(host, hosts):
         rows = lambda part: data.pack(source[part], length=8, bins=2)
-        return data.Loader(rows, batch_size=shards, num_shards=shards, shards=mine, num_batches=100)
+        with process(host, hosts):
+            return data.Loader(rows, batch_size=shards, num_shards=shards, num_batches=100)
 
-    whole = loader(range(shards))
+    whole = loader(0, 1)
     for _ in range(3):
         next(whole)
     state = json.loads(json.dumps(whole.get_state()))
     want = [batch["tokens"] for batch in islice(whole, 6)]
-    halves = [loader(range(1)), loader(range(1, shards))]
+    halves = [loader(0, 2), loader(1, 2)]
     for half in halves:
         half.set_state(state)
     got = [np.concatenate([next(half)["tokens"] for half in halves]) for _ in range(6)]

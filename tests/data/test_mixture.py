@@ -12,6 +12,7 @@ import pytest
 
 from maxlib import data
 from maxlib.data._mixture import _Reading
+from tests.data.corpus import process
 
 LENGTH, BATCH, SHARDS = 16, 12, 6
 NAMES = ("web", "code", "wiki")
@@ -37,8 +38,8 @@ def mixture(**kwargs) -> data.Mixture:
 
 def loader(mixed, *, host=0, hosts=1, strategy="first_fit", overlong="split", **kwargs) -> data.Loader:
     rows = lambda part: data.pack(mixed[part], length=LENGTH, strategy=strategy, bins=4, overlong=overlong)
-    shards = data.host_shards(SHARDS, host=host, num_hosts=hosts)
-    return data.Loader(rows, batch_size=BATCH, num_shards=SHARDS, shards=shards, timeout=60.0, **kwargs)
+    with process(host, hosts):
+        return data.Loader(rows, batch_size=BATCH, num_shards=SHARDS, timeout=60.0, **kwargs)
 
 
 def curriculum(step: int) -> dict[str, float]:

@@ -62,8 +62,7 @@ def test_rows(strategy):
 
 def test_first_fit_cuts_only_what_is_longer_than_a_row():
     rows = rows_of(documents(longest=16), 16, "first_fit")
-    counted = sum((data.statistics({k: v[None] for k, v in row.items()}) for row in rows), data.Statistics())
-    assert counted.pieces == counted.documents == 40
+    assert sum(row["segment_ids"].max() for row in rows) == 40
 
 
 def test_concat_then_split_pads_the_last_row_only():
@@ -72,15 +71,12 @@ def test_concat_then_split_pads_the_last_row_only():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_more_bins_pad_less_and_statistics_count(strategy):
+def test_more_bins_pad_less(strategy):
     docs = documents()
     rows = rows_of(docs, 16, strategy)
-    counted = data.statistics({name: np.stack([row[name] for row in rows]) for name in rows[0]})
-    assert counted.documents == len(docs)
-    assert counted.tokens == sum(map(len, docs))
-    assert counted.targets == counted.tokens - len(docs)
-    assert (counted.rows, counted.slots) == (len(rows), 16 * len(rows))
-    assert counted.padding == pytest.approx(1 - counted.tokens / counted.slots)
+    num_tokens = sum(int((row["segment_ids"] > 0).sum()) for row in rows)
+    assert num_tokens == sum(map(len, docs))
+    assert sum(int((row["targets"] >= 0).sum()) for row in rows) == num_tokens - len(docs)
     assert len(rows_of(docs, 16, strategy, bins=1)) >= len(rows)
 
 

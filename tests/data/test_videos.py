@@ -261,5 +261,5 @@ def test_videos_that_do_not_fit_are_refused(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match="its model reads no videos"):
         data.VideoProcessor.from_directory(tmp_path)
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": "InternVL"}))
-    with pytest.raises(ValueError, match="this model's by InternVL"):
+    with pytest.raises(ValueError, match="video_processor_type must be one of .*, got 'InternVL'"):
         data.VideoProcessor.from_directory(tmp_path)

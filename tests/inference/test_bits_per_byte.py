@@ -3,6 +3,7 @@
 import importlib.util
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,13 +67,14 @@ def test_bits_per_byte_is_that_of_lm_eval(tokenizer, generator):
 def test_cloze_tasks_and_other_batch_sizes(tokenizer, generator):
     got, model = evaluation(tokenizer, batch_size=2)(generator), generator.model
     assert evaluation(tokenizer, batch_size=5)(generator) == pytest.approx(got, rel=1e-6)
+    score = jax.jit(lambda model, ids: model.logits(model(ids, dtype=jnp.float32).hidden)[0])
     bits = []
     for task in TASKS:
         of_choices = []
         for choice in task.choices:
             ids = [1, *tokenizer.encode(task.context + choice).ids]
             scored = len(ids) - 1 - len(tokenizer.encode(task.context.rstrip()).ids)
-            logits = np.asarray(model.logits(model(jnp.array([ids]), dtype=jnp.float32).hidden)[0, :-1], np.float64)
+            logits = np.asarray(score(model, jnp.array([ids + [0] * (16 - len(ids))])), np.float64)[: len(ids) - 1]
             log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
             total = log_probs[np.arange(len(ids) - 1), ids[1:]][-scored:].sum()
             of_choices.append(-total / math.log(2) / len(choice))

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import maxlib
 from maxlib import nn, ops
 from maxlib._command import main
-from maxlib.inference import Generator, speculate
+from maxlib.inference import Generator, LocalEngine
 from maxlib.models import gemma4, gemma4_assistant
 from maxlib.models.gemma4 import GLOBAL, LOCAL
 from maxlib.models.gemma4_assistant import Drafting
@@ -85,18 +85,27 @@ class Told(nnx.Module):
         return (jnp.take_along_axis(self.texts[...], at, axis=1) + self.off) % TEXT["vocab"]
 
 
+def drafting(model, drafter, *, num_drafts=3, **options):
+    return LocalEngine(model, slots=3, num_drafts=num_drafts, drafter=drafter, dtype=jnp.float32, **options)
+
+
+def texts_of(engine, prompts=PROMPTS, **options):
+    return [completion.tokens for (completion,) in engine.generate(prompts, **options)]
+
+
 def test_text_is_that_of_plain_decoding(generator, drafter, plain):
-    drafted = speculate(generator, PROMPTS, max_new_tokens=20, drafter=drafter, num_drafts=3)
-    assert drafted.texts == plain
-    assert 0 < drafted.acceptance < 1
+    engine = drafting(generator.model, drafter)
+    assert texts_of(engine, max_new_tokens=20) == plain
+    assert 0 < engine.num_accepted < engine.num_drafted
 
 
 @pytest.mark.full
 def test_all_drafts_are_taken_or_none(generator, plain, longer):
     texts = [PROMPTS[2] + longer[2]]
-    for off, steps, acceptance in ((0, 5, 1.0), (1, 19, 0.0)):  # four tokens in each pass, or one
-        found = speculate(generator, PROMPTS[2:], max_new_tokens=20, drafter=Told(texts, off), num_drafts=3)
-        assert (found.texts, found.steps, found.acceptance) == (plain[2:], steps, acceptance)
+    for off, steps in ((0, 5), (1, 19)):  # four tokens in each pass, or one
+        engine = drafting(generator.model, Told(texts, off))
+        assert texts_of(engine, PROMPTS[2:], max_new_tokens=20) == plain[2:]
+        assert (engine.num_steps, engine.num_accepted) == (steps, 0 if off else engine.num_drafted)
 
 
 def test_a_guess_sees_the_last_keys_alone(generator, drafter):
@@ -122,25 +131,20 @@ def test_a_guess_sees_the_last_keys_alone(generator, drafter):
 def test_rounded_caches_and_single_tokens(generator, drafter, plain):
     rounded = Generator(generator.model, dtype=jnp.float32, cache_dtype=jnp.int8)
     want = rounded.generate(PROMPTS, max_new_tokens=12)
-    assert speculate(rounded, PROMPTS, max_new_tokens=12, drafter=drafter).texts == want
-    assert speculate(generator, PROMPTS, max_new_tokens=1, drafter=drafter).texts == [text[:1] for text in plain]
-    stop = [plain[0][3]]
-    got = speculate(generator, PROMPTS, max_new_tokens=20, drafter=drafter, stop_token_ids=stop).texts
-    assert got == [row[: row.index(stop[0]) + 1] if stop[0] in row else row for row in plain]
+    assert texts_of(drafting(generator.model, drafter, cache_dtype=jnp.int8), max_new_tokens=12) == want
+    engine, stop = drafting(generator.model, drafter), plain[0][3]
+    assert texts_of(engine, max_new_tokens=1) == [text[:1] for text in plain]
+    got = texts_of(engine, max_new_tokens=20, stop_token_ids=[stop])
+    assert got == [row[: row.index(stop) + 1] if stop in row else row for row in plain]
 
 
 def test_pairs_that_do_not_fit_are_refused(generator, drafter):
-    draft = lambda model, **options: speculate(model, [[1]], **{"max_new_tokens": 2, "drafter": drafter} | options)
     with pytest.raises(ValueError, match="this drafter is for a Gemma4, got Llama"):
-        draft(Generator(filled_llama(num_layers=1)))
+        drafting(filled_llama(num_layers=1), drafter)
     with pytest.raises(ValueError, match=r"drafter must have the methods of nn\.mtp\.Drafter"):
-        draft(generator, drafter=generator.model)
-    with pytest.raises(ValueError, match="num_drafts must be an integer of at least 1, got 0"):
-        draft(generator, num_drafts=0)
-    with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 1, got 0"):
-        draft(generator, max_new_tokens=0)
+        drafting(generator.model, generator.model)
     with pytest.raises(ValueError, match="this Gemma4 does not draft: it has no MTP module.* pass drafter="):
-        draft(generator, drafter=None)
+        drafting(generator.model, "mtp", num_drafts=1)
     with pytest.raises(ValueError, match="drafts for another model and generates no text itself"):
         Generator(drafter)
     target = generator.model.cfg

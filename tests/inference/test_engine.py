@@ -123,7 +123,7 @@ def test_a_mesh_changes_nothing(model, engine):
 
 
 def test_learned_positions_bound_the_cache():
-    cfg = gpt2.Config(vocab=64, dim=32, num_layers=2, num_heads=4, mlp_dim=64, num_positions=50)
+    cfg = gpt2.Config(vocab=64, dim=32, num_layers=1, num_heads=4, mlp_dim=64, num_positions=50)
     model = gpt2.GPT2(cfg, rngs=nnx.Rngs(0))
     (completion,) = LocalEngine(model, slots=2, capacity=48, dtype=jnp.float32).generate([[1, 2]], max_new_tokens=3)[0]
     assert completion.tokens == Generator(model, dtype=jnp.float32).generate([[1, 2]], max_new_tokens=3)[0]

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from maxlib import inference, nn, ops, sharding
-from maxlib.inference import Generator, Sampler, _generate, stream_text
+from maxlib.inference import Generator, Sampler, stream_text
 from maxlib.inference._generate import right_padded
 from maxlib.ops import DynamicNTKScaling, Rope
 from tests.nn.tiny import LLAMA, filled, filled_llama
@@ -65,33 +65,15 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(generator):
     assert first != generator.generate(PROMPTS, **options | {"key": jax.random.key(4)})
 
 
-@pytest.mark.parametrize(
-    ("runs", "computed"),
-    [((3, 3, 3), 3), *(pytest.param(*x, marks=pytest.mark.full) for x in (((2, 4, 2), 4), ((2, 1, 3), 6)))],
-)
-def test_repeated_prompts_are_computed_once(model, monkeypatch, runs, computed):
-    """Rollouts repeat each prompt; the draws are those of rows that are all computed."""
-    prompts = [prompt for prompt, count in zip(PROMPTS, runs, strict=True) for _ in range(count)]
-    options = dict(max_new_tokens=5, sampler=Sampler(temperature=0.8), key=jax.random.key(3), capacity=32)
-    lengths, prefill, own = [], _generate._prefill, Generator(model, dtype=jnp.float32)
-    spy = lambda model, tokens, *rest, **more: lengths.append(len(tokens)) or prefill(model, tokens, *rest, **more)
-    monkeypatch.setattr(_generate, "_prefill", spy)
-    once = own.generate(prompts, **options)
-    monkeypatch.setattr(_generate, "_repeats", lambda texts: 1)
-    assert own.generate(prompts, **options) == once and lengths == [computed, len(prompts)]
-
-
 def test_without_a_key_each_call_draws_anew(model):
     """Rollouts of a loop must not repeat their noise; another run of the same program draws the same."""
-    options = dict(max_new_tokens=8, sampler=Sampler(temperature=2.0))
+    options = dict(max_new_tokens=8, sampler=Sampler(temperature=0.9, top_k=20))  # as above: no other program
     make = lambda **seed: Generator(model, dtype=jnp.float32, **seed)
     first, again, other = make(), make(), make(seed=1)
     drawn = [first.generate(PROMPTS, **options) for _ in range(3)]
     assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
     assert drawn == [again.generate(PROMPTS, **options) for _ in range(3)]
     assert other.generate(PROMPTS, **options) != drawn[0]
-    engine = inference.LocalEngine(model, dtype=jnp.float32)
-    assert [one.tokens for (one,) in engine.generate(PROMPTS, **options)] == drawn[0]
     once = lambda: inference.generate(model, PROMPTS, dtype=jnp.float32, **options)
     assert once() != once()
 
@@ -167,12 +149,11 @@ def test_rotary_length_is_that_of_each_row_so_far_or_a_fixed_one():
     rows = [PROMPTS[2], PROMPTS[2][:10]]
     tokens, valid = right_padded(rows)
     forward = jax.jit(lambda model, ids, **inputs: model(ids, dtype=jnp.float32, **inputs))
-    for capacity in (32, 100):
-        cache = model.init_cache(2, capacity, dtype=jnp.float32)
-        both = np.asarray(forward(model, tokens, valid=valid, cache=cache).hidden)
-        for i, row in enumerate(rows):
-            alone = forward(model, jnp.asarray([row], jnp.int32)).hidden
-            np.testing.assert_allclose(both[i, : len(row)], alone[0], atol=2e-6)
+    cache = model.init_cache(2, 32, dtype=jnp.float32)
+    both = np.asarray(forward(model, tokens, valid=valid, cache=cache).hidden)
+    for i, row in enumerate(rows):
+        alone = forward(model, jnp.asarray([row], jnp.int32)).hidden
+        np.testing.assert_allclose(both[i, : len(row)], alone[0], atol=2e-6)
     prompt = jnp.asarray([PROMPTS[2]], jnp.int32)
     fixed = forward(model, prompt, cache=model.init_cache(1, 32, dtype=jnp.float32, rope_length=32)).hidden
     cache, steps = model.init_cache(1, 32, dtype=jnp.float32, rope_length=32), []

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 from maxlib import data, inference, ops, tokenization, training, weights
 from maxlib.inference import Generator, _harness
-from maxlib.inference._scoring import continue_until, score
+from maxlib.inference._scoring import score
 from tests.nn.tiny import filled_llama
 
 PAIRS = [([5, 9, 2], [7, 30]), ([11], [3, 1, 4, 1, 5]), ([2, 6, 5, 3, 5, 8, 9, 7, 9], [3])]
@@ -60,40 +61,32 @@ def test_what_cannot_be_scored_is_refused(generator, pair):
         list(score(generator, [PAIRS[0], pair], batch_size=2, max_length=8))
 
 
+class Ids:
+    """A tokenizer that writes ids as numbers."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(f"<{i}>" for i in ids)
+
+
+@with_lm_eval
 def test_continuations_end_at_texts_and_at_the_end_token(generator):
-    decode = lambda ids, **_: "".join(f"<{i}>" for i in ids)
-    prompts = [context for context, _ in PAIRS]
+    prompts, decode = [context for context, _ in PAIRS], Ids().decode
     free = generator.generate(prompts, max_new_tokens=8)
     assert len({*free[0]}) > 2 and free[0] != free[1]
     until, end = decode(free[0][2:4])[1:-1], next(i for i in free[1] if i not in free[0])
-    got = continue_until(generator, prompts, decode=decode, until=[until, ""], stop_token_ids=[end], max_new_tokens=8)
+    harness = inference.Harness(generator.model, Ids(), eos=end, dtype=jnp.float32, batch_size=2)
+    requests = [
+        types.SimpleNamespace(args=(" ".join(map(str, prompt)), {"until": [until, ""], "max_gen_toks": 8}))
+        for prompt in prompts
+    ]
+    got = harness.generate_until(requests, disable_tqdm=True)
     for text, ids in zip(got, free, strict=True):
         assert text == decode(ids[: ids.index(end)] if end in ids else ids).split(until)[0]
     assert decode(free[0]).startswith(got[0]) and 0 < len(got[0]) < len(decode(free[0]))
     assert len(got[1]) < len(decode(free[1]))
-
-
-def test_continuations_end_at_each_of_several_tokens_and_at_special_ones(generator):
-    """A special token is found by its text, which is not in the answer."""
-    (free,) = generator.generate([PAIRS[0][0]], max_new_tokens=8)
-    first, second, third, *_ = dict.fromkeys(free[1:])
-    assert free[0] not in (first, second, third)
-    decode = lambda ids, special=False: "".join(f"<{i}>" for i in ids if special or i != second)
-    for stops, until, count in ([third, first], [], 1), ([third], [f"<{second}>"], free.index(second)):
-        options = {"until": until, "stop_token_ids": stops, "max_new_tokens": 8}
-        assert continue_until(generator, [PAIRS[0][0]], decode=decode, **options) == [decode(free[:count])]
-
-
-def test_continuations_stop_as_soon_as_all_rows_ended(generator, monkeypatch):
-    steps, stream = [], generator.stream
-    monkeypatch.setattr(
-        generator, "stream", lambda *args, **options: (steps.append(1) or s for s in stream(*args, **options))
-    )
-    end = next(i for i in range(generator.vocab) if i not in generator.generate([[5]], max_new_tokens=8)[0])
-    steps.clear()
-    decode = lambda ids, **_: "x" * len(ids)
-    continue_until(generator, [[5]], decode=decode, until=["xx"], stop_token_ids=[end], max_new_tokens=8)
-    assert len(steps) == 2
 
 
 def test_options_of_tasks():
@@ -104,12 +97,6 @@ def test_options_of_tasks():
         options(num_beams=4)
     with pytest.raises(ValueError, match="temperature above 0"):
         options(do_sample=True)
-
-
-def test_without_lm_eval_it_says_what_to_install(monkeypatch, generator):
-    monkeypatch.setattr(_harness, "_TemplateLM", object)
-    with pytest.raises(ImportError, match=r"maxlib\[eval\]"):
-        inference.Harness(generator.model, None)
 
 
 WORDS = [

@@ -11,6 +11,7 @@ from tests.models.test_gemma3_images import IMAGE, PER_IMAGE, config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full  # by default tests/models compare logits, and test_engine_images.py texts of one family
 
 # Two images in the first prompt, one at the start of the second, none in the third.
 SEEN = [IMAGE] * PER_IMAGE

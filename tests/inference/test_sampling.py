@@ -14,22 +14,8 @@ from maxlib.inference._sampling import Keys, scaled
 LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.06, 0.04], [0.04, 0.06, 0.15, 0.25, 0.5]]))
 
 
-def filtered(sampler, logits=LOGITS):
+def filtered(sampler, logits):
     return np.asarray(jax.jit(sampler.filtered)(logits))
-
-
-def kept(sampler):
-    return np.isfinite(filtered(sampler))
-
-
-def test_filters_keep_what_they_promise():
-    np.testing.assert_array_equal(kept(Sampler(top_k=2))[0], [1, 1, 0, 0, 0])
-    np.testing.assert_array_equal(kept(Sampler(top_k=9)), np.ones((2, 5)))
-    np.testing.assert_array_equal(kept(Sampler(top_p=0.75))[0], [1, 1, 0, 0, 0])
-    np.testing.assert_array_equal(kept(Sampler(top_p=0.76))[0], [1, 1, 1, 0, 0])
-    np.testing.assert_array_equal(kept(Sampler(top_p=0.01))[1], [0, 0, 0, 0, 1])
-    np.testing.assert_array_equal(kept(Sampler(min_p=0.3))[0], [1, 1, 1, 0, 0])
-    np.testing.assert_array_equal(kept(Sampler(top_k=4, top_p=0.9, min_p=0.4))[0], [1, 1, 0, 0, 0])
 
 
 def test_filters_equal_transformers():
@@ -62,12 +48,6 @@ def test_greedy_takes_the_best():
     np.testing.assert_array_equal(GREEDY(LOGITS, jax.random.split(jax.random.key(0), 2)), [0, 4])
 
 
-def test_the_narrowest_settings_keep_the_best_and_the_widest_all():
-    for narrow in (Sampler(top_k=1), Sampler(min_p=1.0), Sampler(top_p=1e-6)):
-        np.testing.assert_array_equal(kept(narrow)[0], [1, 0, 0, 0, 0])
-    np.testing.assert_array_equal(kept(Sampler(top_p=1.0)), np.ones((2, 5)))
-
-
 def allowed(logits, temperature, top_k, top_p, min_p):
     """Tokens that the definitions keep, in float64: k-th and its equals, smallest set of mass p, share of the best."""
     scores = (logits.astype(np.float64) - logits.max()) / temperature
@@ -91,7 +71,7 @@ TIES = np.array([1, 3, 3, 3, 0, 3, 1, -np.inf, 2, 2.5], np.float32)
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(top_k=2), dict(top_k=6), dict(top_k=99), dict(top_p=0.05), dict(top_p=0.33), dict(top_p=0.62), dict(top_p=1.0),
+        dict(top_k=1), dict(top_k=6), dict(top_k=99), dict(min_p=1.0), dict(top_p=0.05), dict(top_p=0.33), dict(top_p=0.62), dict(top_p=1.0),
         dict(top_p=1e-30), dict(min_p=0.3), dict(min_p=1e-30), dict(top_k=3, top_p=0.62),
         dict(top_k=6, top_p=0.85, min_p=0.1), dict(temperature=0.3, top_p=0.72), dict(temperature=1e-6, top_p=0.62),
         dict(temperature=1e-37),

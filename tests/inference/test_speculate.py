@@ -1,7 +1,6 @@
 """Speculative decoding yields the same text as plain decoding, however good the drafts are."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import scipy.stats
 from flax import nnx
 
 from maxlib import ops
-from maxlib.inference import Generator, LocalEngine, Sampler, speculate
+from maxlib.inference import Generator, LocalEngine, Sampler
 from maxlib.models import deepseek
 from tests.nn.tiny import filled, filled_llama
 
@@ -36,31 +35,29 @@ def plain(generator):
     return generator.generate(PROMPTS, max_new_tokens=20)
 
 
-@pytest.fixture(scope="module")
-def drafted(generator):
-    return speculate(generator, PROMPTS, max_new_tokens=20)
+def drafting(model, **options):
+    return LocalEngine(model, slots=3, num_drafts=1, drafter="mtp", dtype=jnp.float32, **options)
 
 
-def test_text_is_that_of_plain_decoding(drafted, plain):
-    assert drafted.texts == plain
-    assert 0 < drafted.acceptance < 1
+def texts_of(engine, **options):
+    return [completion.tokens for (completion,) in engine.generate(PROMPTS, **options)]
 
 
-def test_stop_and_length_end_a_row(generator, plain):
-    stop = [plain[0][3]]
-    got = speculate(generator, PROMPTS, max_new_tokens=20, stop_token_ids=stop)
-    assert got.texts == [row[: row.index(stop[0]) + 1] if stop[0] in row else row for row in plain]
-
-
-def test_the_drafts_are_those_of_look_ahead(generator, drafted):
+def test_text_is_that_of_plain_decoding(generator, plain):
     """The module sees the same tokens one by one as over the whole text, so acceptance is what training measures."""
+    engine = drafting(generator.model)
+    assert texts_of(engine, max_new_tokens=20) == plain
+    num_drafted, num_accepted, num_steps = engine.num_drafted, engine.num_accepted, engine.num_steps
+    stop = [plain[0][3]]
+    want = [row[: row.index(stop[0]) + 1] if stop[0] in row else row for row in plain]
+    assert texts_of(engine, max_new_tokens=20, stop_token_ids=stop) == want
 
     @jax.jit
     def drafts(model, ids):
         (first,) = model.predict_ahead(model(ids, dtype=jnp.float32).hidden, ids)
         return jnp.argmax(model.logits(first.hidden), axis=-1)
 
-    texts = [prompt + new for prompt, new in zip(PROMPTS, drafted.texts, strict=True)]
+    texts = [prompt + new for prompt, new in zip(PROMPTS, plain, strict=True)]
     guesses = drafts(generator.model, jnp.asarray([text + [0] * (32 - len(text)) for text in texts], jnp.int32))
     passes, taken = [0] * len(texts), 0
     for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
@@ -68,7 +65,7 @@ def test_the_drafts_are_those_of_look_ahead(generator, drafted):
         while place + 2 < len(text):
             right = bool(guesses[row, place] == text[place + 2])
             passes[row], taken, place = passes[row] + 1, taken + right, place + 1 + right
-    assert drafted.steps == max(passes) and drafted.acceptance == pytest.approx(taken / sum(passes))
+    assert (num_steps, num_drafted, num_accepted) == (max(passes), sum(passes), taken) and 0 < taken < num_drafted
 
 
 @pytest.mark.full
@@ -81,9 +78,9 @@ def test_caches_are_those_of_the_generator(generator, monkeypatch, dtype):
         record = lambda *a, init=init, **options: made.append(options.get("dtype")) or init(*a, **options)
         monkeypatch.setattr(model, name, record)
     rounded = Generator(generator.model, dtype=jnp.float32, cache_dtype=dtype)
-    got = speculate(rounded, PROMPTS, max_new_tokens=6)
+    got = texts_of(drafting(generator.model, cache_dtype=dtype), max_new_tokens=6)
     assert dtype in made and set(made) <= {dtype, None}  # None: only the layout is looked at
-    assert got.texts == rounded.generate(PROMPTS, max_new_tokens=6)
+    assert got == rounded.generate(PROMPTS, max_new_tokens=6)
 
 
 def as_long_as(length: int) -> Generator:
@@ -93,7 +90,7 @@ def as_long_as(length: int) -> Generator:
 
 def test_texts_beyond_the_length_of_the_model_are_refused():
     limited = as_long_as(max(map(len, PROMPTS)) + 6)
-    for generate in (limited.generate, functools.partial(speculate, limited)):
+    for generate in (limited.generate, drafting(limited.model).generate):
         with pytest.raises(ValueError, match="must fit the .* positions of the model"):
             generate(PROMPTS, max_new_tokens=7)
 
@@ -101,18 +98,16 @@ def test_texts_beyond_the_length_of_the_model_are_refused():
 @pytest.mark.full
 def test_texts_of_the_length_of_the_model_are_written():
     limited = as_long_as(max(map(len, PROMPTS)) + 6)
-    assert speculate(limited, PROMPTS, max_new_tokens=6).texts == limited.generate(PROMPTS, max_new_tokens=6)
+    assert texts_of(drafting(limited.model), max_new_tokens=6) == limited.generate(PROMPTS, max_new_tokens=6)
 
 
 def test_models_that_cannot_are_refused(generator):
     with pytest.raises(ValueError, match="Llama does not draft"):
-        speculate(Generator(filled_llama(num_layers=1)), PROMPTS, max_new_tokens=4)
+        drafting(filled_llama(num_layers=1))
     without = jax.tree.map(lambda x: x, generator.model)
     without.mtp = nnx.List([])
     with pytest.raises(ValueError, match="load it with num_mtp=1"):
-        speculate(Generator(without, dtype=jnp.float32), PROMPTS, max_new_tokens=4)
-    with pytest.raises(ValueError, match="must fit the slots' capacity of 14, got 15"):
-        speculate(generator, PROMPTS, max_new_tokens=4, capacity=14)
+        drafting(without)
 
 
 def test_sampled_texts_are_those_without_drafts(generator):

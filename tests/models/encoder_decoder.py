@@ -13,7 +13,6 @@ from tests.models.conformance import CLOSE, SEQ, Conformance, _forward, _step, a
 class EncoderConformance(Conformance):
     """An encoder reads whole sequences: it has no cache."""
 
-    gradients_by_default = True
     test_prefill_and_decode_equal_the_full_pass = None
 
     def test_it_has_no_cache(self, made):
@@ -25,7 +24,6 @@ class EncoderConformance(Conformance):
 class EncoderDecoderConformance(Conformance):
     """What the encoder reads is that of `parity.given`."""
 
-    gradients_by_default = True
     test_both_spellings_are_read = None  # of rotary embeddings, which they have none of
 
     @staticmethod

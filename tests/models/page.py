@@ -15,7 +15,7 @@ import numpy as np
 
 import maxlib
 from maxlib import weights
-from maxlib._command import listing as models
+from maxlib._command import models
 from tests.models import parity
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

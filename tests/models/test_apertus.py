@@ -1,7 +1,7 @@
 """Apertus against transformers: an ungated MLP whose activation has trained parameters, norms on heads."""
 
 from tests.models import conformance
-from tests.models.conformance import Conformance
+from tests.models.conformance import NO_TOKENS, Conformance
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -12,7 +12,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 # transformers' embeddings give the padding token no gradient.
-BASE = conformance.BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+BASE = conformance.BASE | NO_TOKENS
 
 
 class TestApertus(Conformance):
@@ -30,15 +30,3 @@ class TestApertus(Conformance):
         },
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": LLAMA3 | {"factor": 2.0}}
-    refused = {
-        "hidden_act": "silu",
-        "attn_logit_softcapping": 50.0,
-        "mlp_bias": True,
-        "post_norm": True,
-        "qk_norm": False,
-        "sliding_window": 5,
-    }
-    presets = {"apertus-8b": 8.053, "apertus-70b": 70.597}
-
-
-transformers_cases = TestApertus.transformers_cases

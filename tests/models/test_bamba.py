@@ -1,9 +1,8 @@
 """Bamba against transformers: attention among Mamba-2, half of each head rotated, groups, biases."""
 
-from tests.models.conformance import BASE, SEQ, Conformance
+from tests.models.conformance import BASE, NO_TOKENS, SEQ, Conformance
 
 SIZES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -33,10 +32,5 @@ class TestBamba(Conformance):
         "time_step_limit": [0.5, 0.9],
         "rope_parameters": ROPE | {"rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"mamba_n_heads": 5, "partial_rotary_factor": 1.0}
+    refused = {"mamba_n_heads": 5}
     windows = {"hybrid": {SEQ, 3, 4}, "tied_biases": {SEQ, 2, 4}}
-    depths = None
-    presets = {"bamba-9b": 9.78}
-
-
-transformers_cases = TestBamba.transformers_cases

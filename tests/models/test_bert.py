@@ -15,6 +15,7 @@ from tests.models.encoder_decoder import EncoderConformance
 class TestBert(EncoderConformance):
     family = "bert"
     config = "BertConfig"
+    gradients_by_default = True
     base = {name: value for name, value in BASE.items() if name != "num_key_value_heads"} | {
         "max_position_embeddings": 64
     }
@@ -24,19 +25,6 @@ class TestBert(EncoderConformance):
         "roberta": {"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1, "type_vocab_size": 1},
     }
     matters = {"layer_norm_eps": 0.1, "num_attention_heads": 2}
-    refused = {
-        "hidden_act": "relu",
-        "tie_word_embeddings": False,
-        "attn_logit_softcapping": 50.0,
-        "position_embedding_type": "relative_key",
-    }
-    presets = {
-        "bert-base-uncased": 0.1095,
-        "bert-large-uncased": 0.335,
-        "bert-base-cased": 0.108,
-        "roberta-base": 0.1247,
-        "roberta-large": 0.355,
-    }
     zero_gradients = r"key\.bias"  # the same number is added to all scores of a query
     test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
 
@@ -58,9 +46,6 @@ class TestBert(EncoderConformance):
             )
             configs[name] = kind(**fields)
         return {name: (config, cls.tokens(config.vocab_size, 24), cls.dtype) for name, config in configs.items()}
-
-
-transformers_cases = TestBert.transformers_cases
 
 
 def classifier(kind: str, directory, **fields):

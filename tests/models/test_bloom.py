@@ -9,17 +9,5 @@ class TestBloom(Conformance):
     base = {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4}
     cases = {"tied": {}, "untied_six_heads": {"n_head": 6, "hidden_size": 36, "tie_word_embeddings": False}}
     matters = {"layer_norm_epsilon": 0.1, "n_head": 2}
-    refused = {"apply_residual_connection_post_layernorm": True, "attn_logit_softcapping": 50.0}
-    presets = {
-        "bloom-560m": 0.5592,
-        "bloom-1b1": 1.0653,
-        "bloom-1b7": 1.7224,
-        "bloom-3b": 3.0026,
-        "bloom-7b1": 7.0690,
-        "bloom-176b": 176.2473,
-    }
 
     test_both_spellings_are_read = None  # there is one
-
-
-transformers_cases = TestBloom.transformers_cases

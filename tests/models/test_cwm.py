@@ -29,9 +29,6 @@ class TestCWM(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": PLAIN,
     }
-    refused = Conformance.refused | {"mlp_bias": True}
-    depths = (4, 8)
-    presets = {"cwm-32b": 32.578}
 
     @pytest.mark.full
     def test_transformers_opens_the_export(self, name, made, tmp_path):
@@ -46,6 +43,3 @@ class TestCWM(Conformance):
         with torch.no_grad():
             want = theirs(torch.from_numpy(case["tokens"]).long()).logits.numpy()
         assert_close(_logits(model, case["tokens"]), want, 1e-4)
-
-
-transformers_cases = TestCWM.transformers_cases

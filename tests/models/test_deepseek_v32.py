@@ -5,33 +5,15 @@ import pytest
 from maxlib.models import deepseek_v32
 from maxlib.weights import HFConfig
 from tests.models import parity
-from tests.models.conformance import BASE, Conformance
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 64.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
+from tests.models.latent_conformance import BASE, YARN, LatentConformance
 
 
-class TestDeepSeekV32(Conformance):
+class TestDeepSeekV32(LatentConformance):
     family = "deepseek_v32"
     config = "DeepseekV32Config"
     base = BASE | {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 12,
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 3,
         "n_group": 4,
         "topk_group": 2,
-        "q_lora_rank": 14,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 9,
         # Of so many heads hardly ever all are zero, where any choice would do.
         "index_n_heads": 16,
         "index_head_dim": 11,
@@ -52,31 +34,7 @@ class TestDeepSeekV32(Conformance):
             "index_topk": 5,
         },
     }
-    matters = {
-        "index_topk": 6,
-        "n_group": 3,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 3.0,
-        "rms_norm_eps": 0.1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    }
-    refused = Conformance.refused | {
-        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-        "layer_types": ["full_attention"] * 4,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "scoring_func": "softmax",
-        "topk_method": "greedy",
-        "num_key_value_heads": 2,
-        "qk_head_dim": 12,
-        "sliding_window": 5,
-    }
-    presets = {"deepseek-v3.2": 671.878}  # V3's 671.026, and 61 indexers of 13.96 million
-    rules = Conformance.rules | {"expert": "data"}
-    depths = (4, 5)  # the first three have no experts
-    slot_axis = -2  # [rows, slots, latent]
+    matters = LatentConformance.matters | {"index_topk": 6}
 
 
 @pytest.mark.full
@@ -91,17 +49,7 @@ class TestGLM5(TestDeepSeekV32):
     matters = {
         name: value for name, value in TestDeepSeekV32.matters.items() if name not in ("n_group", "topk_group")
     } | {"n_group": 4}
-    refused = TestDeepSeekV32.refused | {
-        "mlp_layer_types": ["sparse", "dense"],
-        "layer_types": ["full_attention"] * 2,
-        "indexer_types": ["shared", "full"],
-        "rope_interleave": False,
-    }
-    test_presets_have_the_published_size = None
-
-
-def transformers_cases():
-    return TestDeepSeekV32.transformers_cases() | TestGLM5.transformers_cases()
+    refused = {"mlp_layer_types": ["sparse", "dense"], "indexer_types": ["shared", "full"]}
 
 
 def test_glm_in_its_older_spellings():

@@ -44,8 +44,3 @@ class TestDots1(Conformance):
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
     stated = {"n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3}
-    depths = (2, 3)
-    presets = {"dots.llm1-143b": 142.774}
-
-
-transformers_cases = TestDots1.transformers_cases

@@ -12,7 +12,3 @@ class TestErnie45(Conformance):
         "untied_biases": {"tie_word_embeddings": False, "use_bias": True, "num_key_value_heads": 1},
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    presets = {"ernie-4.5-0.3b": 0.3607}
-
-
-transformers_cases = TestErnie45.transformers_cases

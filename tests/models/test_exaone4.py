@@ -26,8 +26,3 @@ class TestExaone4(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"attention_bias": True}
-    presets = {"exaone-4.0-1.2b": 1.2794, "exaone-4.0-32b": 32.003}
-
-
-transformers_cases = TestExaone4.transformers_cases

@@ -23,8 +23,3 @@ class TestFalcon(Conformance):
         "heads_alike": {"multi_query": False},
     }
     matters = {"layer_norm_epsilon": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    refused = {"activation": "relu", "alibi": True, "parallel_attn": False, "attn_logit_softcapping": 50.0}
-    presets = {"falcon-7b": 6.922, "falcon-40b": 41.303, "falcon-180b": 179.522}
-
-
-transformers_cases = TestFalcon.transformers_cases

@@ -4,7 +4,7 @@ import pytest
 
 from maxlib.models import falcon_h1
 from maxlib.weights import HFConfig
-from tests.models.conformance import BASE, SEQ, Conformance
+from tests.models.conformance import BASE, NO_TOKENS, SEQ, Conformance
 
 FACTORED = {
     "embedding_multiplier": 3.0,
@@ -19,7 +19,6 @@ FACTORED = {
 }
 # Heads of 12 that together are not as wide as the model times a whole number, and a state of another size.
 SIZES = {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 class TestFalconH1(Conformance):
@@ -52,14 +51,9 @@ class TestFalconH1(Conformance):
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "time_step_limit": [0.5, 0.6],
     }
-    refused = {"hidden_act": "gelu", "sliding_window": 5, "mamba_n_heads": 5, "mamba_d_head": 8}
-    refused |= {"ssm_multipliers": [1.0] * 4, "mlp_multipliers": [1.0]}
-    presets = {"falcon-h1-0.5b": 0.521}
+    refused = {"mamba_n_heads": 5, "mamba_d_head": 8, "ssm_multipliers": [1.0] * 4, "mlp_multipliers": [1.0]}
     # Slots, inputs of the convolution, heads of states.
     windows = {"normed": {SEQ, 3, 4}, "normed_first_biases": {SEQ, 2, 4}, "not_normed": {SEQ, 3, 4}}
-
-
-transformers_cases = TestFalconH1.transformers_cases
 
 
 def test_heads_that_do_not_fill_the_width_are_refused():

@@ -17,11 +17,6 @@ class TestGemma(Conformance):
         "mqa": {"num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 53},
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    refused = {"hidden_act": "relu", "use_bidirectional_attention": True, "sliding_window": 5}
-    presets = {"gemma-2b": 2.506, "gemma-7b": 8.538}
-
-
-transformers_cases = TestGemma.transformers_cases
 
 
 def test_first_releases_are_read():

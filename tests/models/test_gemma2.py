@@ -38,8 +38,3 @@ class TestGemma2(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = {"hidden_activation": "gelu", "hidden_act": "relu", "use_bidirectional_attention": True}
-    presets = {"gemma2-2b": 2.614, "gemma2-9b": 9.242, "gemma2-27b": 27.227}
-
-
-transformers_cases = TestGemma2.transformers_cases

@@ -45,18 +45,6 @@ class TestGemma3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": ROPES | {GLOBAL: {"rope_type": "default", "rope_theta": 1e6}},
     }
-    refused = {
-        "hidden_activation": "gelu",
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    }
-    presets = {
-        "gemma3-270m": 0.268098176,
-        "gemma3-1b": 0.999885952,
-        "gemma3-4b": 4.300079472,
-        "gemma3-12b": 12.187325040,
-        "gemma3-27b": 27.432406640,
-    }
 
     def test_both_spellings_are_read(self, name, made):
         case, _, model = made(name)
@@ -73,9 +61,6 @@ class TestGemma3(Conformance):
         fields = HFConfig(config | old)
         assert gemma3.FIELDS.read(fields) == model.cfg
         fields.done()
-
-
-transformers_cases = TestGemma3.transformers_cases
 
 
 @pytest.mark.full

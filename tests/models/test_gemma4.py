@@ -4,7 +4,6 @@
 """
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -78,50 +77,9 @@ class TestGemma4(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": ROPES | {GLOBAL: ROPES[GLOBAL] | {"partial_rotary_factor": 0.25}},
     }
-    refused = {
-        "hidden_activation": "silu",
-        "hidden_act": "silu",
-        "attn_logit_softcapping": 50.0,
-        "use_bidirectional_attention": "all",
-        "layer_types": [LOCAL, "chunked_attention"] * 7,
-        "num_kv_shared_layers": 13,
-        "per_layer_config": {"0": {"head_dim": 12}},
-    }
-    presets = {
-        # With both encoders; files also have keys and values of layers that take others', so that E4B comes to 8.0.
-        "gemma4-e2b": 5.10,
-        "gemma4-e4b": 7.94,
-        "gemma4-12b": 11.96,
-        "gemma4-26b-a4b": 25.81,
-        "gemma4-31b": 31.27,
-    }
+    refused = {"num_kv_shared_layers": 13, "per_layer_config": {"0": {"head_dim": 12}}}
 
-    def test_both_spellings_are_read(self, name):
-        """There is one: transformers 4 has no Gemma 4."""
-        case = parity.golden(self.family)[name]
-        now = HFConfig(case["config"])
-        gemma4.FIELDS.read(now)
-        now.done()
-
-    @pytest.mark.full
-    @classmethod
-    def test_presets_have_the_published_size(cls):
-        """Counted whole: their sizes follow from no two depths."""
-        assert gemma4.PRESETS.keys() == cls.presets.keys()
-        for name, cfg in gemma4.PRESETS.items():
-            model = jax.eval_shape(lambda cfg=cfg: gemma4.Gemma4(cfg, rngs=nnx.Rngs(0)))
-            count = nn.num_parameters(model) / 1e9
-            assert abs(count - cls.presets[name]) <= 0.0051, f"{name} has {count:.4f}B"
-            fields = HFConfig(json.loads(json.dumps(gemma4.FIELDS.write(cfg))))
-            assert gemma4.FIELDS.read(fields) == cfg, name
-            fields.done()
-
-
-def transformers_cases():
-    from tests.models import test_gemma4_audio, test_gemma4_images
-
-    cases = TestGemma4.transformers_cases() | test_gemma4_images.transformers_cases()
-    return cases | test_gemma4_audio.transformers_cases()
+    test_both_spellings_are_read = None  # there is one: transformers 4 has no Gemma 4
 
 
 def made(tmp_path, name: str, **changes):

@@ -18,8 +18,9 @@ from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._step import make_gradient
 from tests.models import parity
 from tests.models import test_gemma4_images as seeing
-from tests.models.conformance import CLOSE, Conformance, _dtype, _logits, assert_close
-from tests.models.image_conformance import IMAGE, step
+from tests.models.conformance import CLOSE, assert_close
+from tests.models.image_conformance import IMAGE
+from tests.models.input_conformance import InputConformance
 from tests.models.test_gemma4_images import AUDIO, IDS
 
 SEQ = 24
@@ -52,7 +53,7 @@ def tokens(vectors: list[int], image: bool) -> np.ndarray:
     return found
 
 
-class TestGemma4Audio(Conformance):
+class TestGemma4Audio(InputConformance):
     """A case is `{"text": changes, "audio": changes}` of the bases; `"vision": None` for a model that does not see."""
 
     family = "gemma4"
@@ -60,6 +61,8 @@ class TestGemma4Audio(Conformance):
     text_base: ClassVar[dict[str, Any]] = seeing.TEXT | TEXT
     audio_base: ClassVar[dict[str, Any]] = TOWER
     vision_base: ClassVar[dict[str, Any]] = VISION
+    prompts = 18, 13, 4
+    rules = sharding.FSDP_TP | {"vocab": None, "kv_heads": None}
     vectors: ClassVar[list[int]] = [8, 3, 6]  # of each clip
     clips: ClassVar[list[int]] = CLIPS
     grids: ClassVar[list[list[int]]] = GRIDS
@@ -89,17 +92,9 @@ class TestGemma4Audio(Conformance):
     }
     refused: ClassVar = {
         "text_config.pad_token_id": None,
-        "audio_config.hidden_act": "gelu",
-        "audio_config.model_type": "gemma3n_audio",
-        "audio_config.attention_invalid_logits_value": -1.0,
         "audio_config.subsampling_conv_channels": [6, 4],
         "audio_config.num_attention_heads": 3,
-        "eoa_token_id": 7,
     }
-
-    test_what_a_config_leaves_out_is_as_in_transformers = None
-    test_both_spellings_are_read = None  # of the family in turn
-    test_presets_have_the_published_size = None
 
     @classmethod
     def transformers_cases(cls) -> dict[str, tuple[Any, ...]]:
@@ -129,69 +124,6 @@ class TestGemma4Audio(Conformance):
         pixels = np.concatenate([images.pixels if row == 1 else images.pixels[:0] for row in rows])
         grids = np.concatenate([images.grids if row == 1 else images.grids[:0] for row in rows])
         return inputs | {"images": nn.vision.pad_patches(pixels, grids, counts=[int(row == 1) for row in rows])}
-
-    @pytest.mark.full
-    def test_transformers_opens_the_export(self, name, made, tmp_path):
-        torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-        case, _, model = made(name)
-        maxlib.save_pretrained(model, tmp_path / "export")
-        how = {"attn_implementation": "eager", "output_loading_info": True}
-        theirs, info = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "export", **how)
-        assert not any(info.values()), info
-        ids = torch.from_numpy(case["tokens"]).long()
-        with torch.no_grad():
-            want = theirs(ids, **parity.seen(case, ids, theirs.dtype)).logits.float().numpy()
-        assert_close(parity.logits(model, case["tokens"], *parity.given(case)), want, 1e-4)
-
-    # --- rows, packing, caches, devices ---
-
-    @pytest.mark.full
-    def test_rows_of_clips_and_padding_change_nothing(self, name, made):
-        """A row of clips for each row of tokens, padded to buckets; padding of the golden ones is noise."""
-        case, _, model = made(name)
-        inputs = self.by_row(case, 0, 1, 2)
-        assert inputs["audio"].frames.shape[:3] == (3, 2, 64)
-        assert_close(parity.logits(model, case["tokens"], inputs.get("images"), inputs["audio"]), case["logits"], 1e-4)
-
-    @pytest.mark.full
-    def test_packed_equals_separate(self, name, exact):
-        """All rows as documents of one row, with padding behind."""
-        case, _, model = exact(name)
-        row = np.append(case["tokens"].reshape(-1), [AUDIO, IMAGE, 3]).astype(np.int32)[None]
-        row[0, -3:] = 0
-        segments = np.repeat(np.array([1, 2, 3, 0], np.int32), [SEQ, SEQ, SEQ, 3])[None]
-        got = _logits(model, row, segments, *parity.given(case))[0, : 3 * SEQ]
-        assert_close(got, _logits(model, case["tokens"], None, *parity.given(case)).reshape(3 * SEQ, -1), CLOSE)
-
-    @pytest.mark.full
-    def test_prefill_and_decode_equal_the_full_pass(self, name, exact):
-        """Prompts of different lengths with all of their sound, then token by token."""
-        case, _, model = exact(name)
-        rows, (images, audio) = case["tokens"], parity.given(case)
-        want, done = _logits(model, rows, None, images, audio), np.zeros(3, int)
-        got, cache = np.zeros_like(want), model.init_cache(3, SEQ, dtype=_dtype(model), rope_length=SEQ)
-        for new in [(18, 13, 4), *[(1, 1, 1)] * (SEQ - 18), *[(0, 1, 1)] * 5, *[(0, 0, 1)] * 9]:
-            at = np.minimum(done[:, None] + np.arange(max(new)), SEQ - 1)
-            valid = np.arange(max(new)) < np.array(new)[:, None]
-            seen = parity._given(images, audio) if new[0] == 18 else {}
-            logits, cache = step(model, np.where(valid, np.take_along_axis(rows, at, 1), 0), valid, cache, seen)
-            for row, n in enumerate(new):
-                got[row, done[row] : done[row] + n] = np.asarray(logits)[row, :n]
-            done += new
-        assert list(done) == [SEQ] * 3
-        assert_close(got, want, CLOSE)
-
-    @pytest.mark.full
-    def test_eight_devices_equal_one(self, exact):
-        """Read onto data x fsdp x tensor by the rules; each device has the clips of its rows."""
-        case, directory, model = exact(next(iter(self.cases)))
-        rules = sharding.FSDP_TP | {"vocab": None, "kv_heads": None}
-        layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), rules)
-        spread = maxlib.from_pretrained(directory, layout=layout, dtype=_dtype(model))
-        order = [0, 1, 2, 1, 0, 2, 1, 0]
-        with sharding.use(layout):
-            got = _logits(spread, case["tokens"][order], **self.by_row(case, *order))
-        assert_close(got, _logits(model, case["tokens"], None, *parity.given(case))[order], 1e-5)
 
     # --- training and generation ---
 
@@ -323,15 +255,5 @@ class TestUnifiedAudio(TestGemma4Audio):
     grids: ClassVar = [[1, 1, 2]]
     cases: ClassVar = {"audio_unified": {}}
     matters: ClassVar = {"audio_config.rms_norm_eps": 0.5}
-    refused: ClassVar = {
-        "audio_config.model_type": "gemma4_audio",
-        "audio_config.output_proj_dims": 24,
-        "audio_config.audio_samples_per_token": 640,
-        "audio_config.hidden_size": 640,
-    }
 
     test_sound_that_does_not_fit_is_refused = None
-
-
-def transformers_cases():
-    return TestGemma4Audio.transformers_cases() | TestUnifiedAudio.transformers_cases()

@@ -1,11 +1,14 @@
 """Dense GLM-4 against transformers: half of each head rotated in pairs, norms after the branches and none."""
 
+import pytest
+
 from tests.models.conformance import BASE, Conformance
 
 IDS = {"pad_token_id": None, "eos_token_id": [1]}  # transformers' own lie outside of this vocabulary
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
+@pytest.mark.full  # by default its relative below is
 class TestGLM(Conformance):
     family = "glm"
     config = "GlmConfig"
@@ -15,7 +18,6 @@ class TestGLM(Conformance):
         "tied": {"tie_word_embeddings": True, "attention_bias": False, "num_key_value_heads": 1, "head_dim": 8},
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
-    presets = {"glm-4-9b": 9.400, "glm-4-9b-chat": 9.400, "glm-4-32b-0414": 32.566}
 
 
 class TestGLM0414(Conformance):
@@ -27,8 +29,3 @@ class TestGLM0414(Conformance):
         "post_norms_tied_biases": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
-    test_presets_have_the_published_size = None  # in TestGLM
-
-
-def transformers_cases():
-    return TestGLM.transformers_cases() | TestGLM0414.transformers_cases()

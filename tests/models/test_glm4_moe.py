@@ -5,9 +5,7 @@ biases.
 import pytest
 
 from tests.models import mtp
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, YARN, Conformance
 
 
 class TestGLM4MoE(Conformance):
@@ -49,13 +47,7 @@ class TestGLM4MoE(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": YARN | {"partial_rotary_factor": 0.4},
     }
-    refused = Conformance.refused | {"sliding_window": 5, "scoring_func": "softmax", "mlp_bias": True}
-    presets = {"glm-4.5-air": 106.852, "glm-4.5": 352.798, "glm-4.6": 352.798}  # 110.5 and 358.3 with the module
     rules = Conformance.rules | {"expert": "data"}
-    depths = (4, 5)  # the first have no experts
-
-
-transformers_cases = TestGLM4MoE.transformers_cases
 
 
 @pytest.fixture(scope="module")

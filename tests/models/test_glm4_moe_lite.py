@@ -12,32 +12,13 @@ import maxlib
 from maxlib.models import glm4_moe_lite
 from maxlib.weights import HFConfig
 from tests.models import parity
-from tests.models.conformance import BASE, Conformance, assert_close
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 64.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
+from tests.models.conformance import assert_close
+from tests.models.latent_conformance import YARN, LatentConformance
 
 
-class TestGLM4MoELite(Conformance):
+class TestGLM4MoELite(LatentConformance):
     family = "glm4_moe_lite"
     config = "Glm4MoeLiteConfig"
-    base = BASE | {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 12,
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 3,
-        "q_lora_rank": 14,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 9,
-    }
     cases = {
         "groups": {
             "num_hidden_layers": 4,
@@ -55,33 +36,7 @@ class TestGLM4MoELite(Conformance):
             "rope_parameters": YARN,
         },
     }
-    matters = {
-        "rope_interleave": False,
-        "n_group": 3,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 3.0,
-        "rms_norm_eps": 0.1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    }
-    refused = Conformance.refused | {
-        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-        "attention_bias": True,
-        "mlp_bias": True,
-        "scoring_func": "softmax",
-        "topk_method": "greedy",
-        "num_key_value_heads": 2,
-        "qk_head_dim": 12,
-        "sliding_window": 5,
-    }
-    presets = {"glm-4.7-flash": 29.943}  # 31.2 with the module
-    rules = Conformance.rules | {"expert": "data"}
-    depths = (2, 3)  # the first has no experts
-    slot_axis = -2  # [rows, slots, latent]
-
-
-transformers_cases = TestGLM4MoELite.transformers_cases
+    matters = LatentConformance.matters | {"rope_interleave": False}
 
 
 @pytest.mark.full

@@ -45,27 +45,8 @@ class TestGPT2(Conformance):
         "scale_attn_weights": False,
         "scale_attn_by_inverse_layer_idx": True,
     }
-    refused = Conformance.refused | {
-        "activation_function": "relu",
-        "add_cross_attention": True,
-        "n_ctx": 512,
-        "n_head": 5,
-        "rope_theta": 1e4,
-    }
-    presets = {
-        "gpt2": 0.124,
-        "gpt2-medium": 0.355,
-        "gpt2-large": 0.774,
-        "gpt2-xl": 1.558,
-        "gpt3-52k": 0.000052,
-        "gpt3-6b": 5.59,
-        "gpt3-22b": 22.05,
-        "gpt3-175b": 174.78,
-    }
+    refused = {"n_head": 5}
     test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
-
-
-transformers_cases = TestGPT2.transformers_cases
 
 
 @pytest.fixture(scope="module")

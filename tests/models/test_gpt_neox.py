@@ -28,23 +28,6 @@ class TestGPTNeoX(Conformance):
         "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         "num_attention_heads": 4,
     }
-    refused = {"hidden_act": "relu", "attn_logit_softcapping": 50.0}
-    presets = {
-        "pythia-14m": 0.014,
-        "pythia-31m": 0.0305,
-        "pythia-70m": 0.0704,
-        "pythia-160m": 0.1623,
-        "pythia-410m": 0.4053,
-        "pythia-1b": 1.0118,
-        "pythia-1.4b": 1.4146,
-        "pythia-2.8b": 2.7752,
-        "pythia-6.9b": 6.8573,
-        "pythia-12b": 11.8461,
-        "gpt-neox-20b": 20.5546,
-    }
-
-
-transformers_cases = TestGPTNeoX.transformers_cases
 
 
 def test_names_of_the_releases_are_read():

@@ -49,12 +49,3 @@ class TestGptOss(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": YARN | {"truncate": True},
     }
-    refused = Conformance.refused | {
-        "experts_per_token": 2,
-        "quantization_config": {"quant_method": "gptq"},
-        "layer_types": [FULL] * 3,
-    }
-    presets = {"gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83}
-
-
-transformers_cases = TestGptOss.transformers_cases

@@ -9,10 +9,5 @@ class TestGPTJ(Conformance):
     base = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 1024, "rotary_dim": 4}
     cases = {"part": {"n_inner": 44}, "whole": {"rotary_dim": 8, "n_head": 2, "vocab_size": 53}}
     matters = {"rotary_dim": 6, "layer_norm_epsilon": 0.1, "n_head": 2}
-    refused = {"activation_function": "relu", "attn_logit_softcapping": 50.0}
-    presets = {"gpt-j-6b": 6.0509}
 
     test_both_spellings_are_read = None  # there is one
-
-
-transformers_cases = TestGPTJ.transformers_cases

@@ -1,9 +1,8 @@
 """Granite 3 against transformers: four multipliers, tied and untied."""
 
 from tests.models import conformance
-from tests.models.conformance import Conformance
+from tests.models.conformance import YARN, Conformance
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 FACTORED = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -36,11 +35,3 @@ class TestGranite(Conformance):
         },
     }
     matters = MATTERS
-    refused = Conformance.refused | {"mlp_bias": True, "sliding_window": 4}
-    presets = {
-        "granite-3.0-2b": 2.534,
-        "granite-3.0-8b": 8.171,
-    }
-
-
-transformers_cases = TestGranite.transformers_cases

@@ -68,28 +68,9 @@ class TestGranite4(Conformance):
         "position_embedding_type": "rope",
         "time_step_limit": [0.5, 0.6],
     }
-    refused = Conformance.refused | {"mlp_bias": True, "normalization_function": "layernorm"}
-    refused |= {
-        "layer_types": [MAMBA, "chunked", MAMBA, FULL],
-        "mamba_n_heads": 5,
-        "mamba_d_head": 8,
-        "mamba_expand": 3,
-    }
-    presets = {
-        "granite-4.0-1b": 1.632,
-        "granite-4.0-micro": 3.403,
-        "granite-4.0-h-350m": 0.340,
-        "granite-4.0-h-1b": 1.462,
-        "granite-4.0-h-micro": 3.191,
-        "granite-4.0-h-tiny": 6.939,
-        "granite-4.0-h-small": 32.210,
-    }
-    depths = None
+    refused = {"mamba_n_heads": 5, "mamba_d_head": 8, "mamba_expand": 3}
     windows = {"hybrid": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states
     rules = Conformance.rules | {"expert": "data"}
-
-
-transformers_cases = TestGranite4.transformers_cases
 
 
 def test_both_names_of_layers_are_read():

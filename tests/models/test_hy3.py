@@ -1,8 +1,6 @@
 """Hy3 against transformers: norms on heads, dense first layers, a bias on the choice of experts, shared ones."""
 
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, YARN, Conformance
 
 
 class TestHy3(Conformance):
@@ -29,20 +27,5 @@ class TestHy3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
     }
-    refused = Conformance.refused | {
-        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-        "first_k_dense_replace": 1,  # beside two dense ones
-        "expert_hidden_dim": 13,
-        "mlp_bias": True,
-        "qk_norm": False,
-        "route_norm": False,
-        "moe_router_use_sigmoid": False,
-        "moe_router_enable_expert_bias": False,
-        "sliding_window": 5,
-    }
-    presets = {"hy3": 295.033}
+    refused = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "first_k_dense_replace": 1}
     rules = Conformance.rules | {"expert": "data"}
-    depths = (2, 3)  # the first has no experts
-
-
-transformers_cases = TestHy3.transformers_cases

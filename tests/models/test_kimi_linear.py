@@ -6,10 +6,8 @@ from maxlib.models import kimi_linear
 from maxlib.models.kimi_linear import FULL, LINEAR
 from maxlib.weights import HFConfig
 from tests.models import parity
-from tests.models.conformance import BASE, Conformance
+from tests.models.conformance import BASE, NO_TOKENS, Conformance
 
-# transformers gives the padding token's row no gradient.
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_key_value_heads": 4}
 DELTA = {"linear_num_heads": 2, "linear_head_dim": 8}
 EXPERTS = {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_token": 3, "routed_scaling_factor": 1.7}
@@ -43,14 +41,6 @@ class TestKimiLinear(Conformance):
         "moe_renormalize": False,
         "routed_scaling_factor": 1.0,
     }
-    refused = {
-        "hidden_act": "gelu",
-        "attention_bias": True,
-        "tie_word_embeddings": True,  # transformers ties nothing here
-        "layer_types": [LINEAR, "chunked", LINEAR, FULL],
-    }
-    presets = {"kimi-linear-48b-a3b": 49.122}
-    depths = None
     windows = {"in_turn": {3, 2}, "groups": {2}}  # inputs of the convolution, heads of states, rows of latents
 
     def test_both_spellings_are_read(self, name):
@@ -76,6 +66,3 @@ class TestKimiLinear(Conformance):
         linear["kda_layers"] = linear["kda_layers"][1:]
         with pytest.raises(ValueError, match=r"linear_attn_config: .* must name each of the layers"):
             kimi_linear.FIELDS.read(HFConfig(released))
-
-
-transformers_cases = TestKimiLinear.transformers_cases

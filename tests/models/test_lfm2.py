@@ -5,13 +5,12 @@ import pytest
 from maxlib.models import lfm2
 from maxlib.models.lfm2 import CONV, FULL
 from maxlib.weights import HFConfig
-from tests.models.conformance import BASE, SEQ, Conformance
+from tests.models.conformance import BASE, NO_TOKENS, SEQ, Conformance
 
-# transformers gives the padding token's row no gradient.
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 
 
+@pytest.mark.full  # by default its relative below is
 class TestLFM2(Conformance):
     family = "lfm2"
     config = "Lfm2Config"
@@ -29,17 +28,7 @@ class TestLFM2(Conformance):
         },
     }
     matters = {"norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    refused = {"block_use_swiglu": False, "layer_types": [CONV, "chunked", CONV, FULL]}
-    presets = {
-        "lfm2-350m": 0.354,
-        "lfm2-700m": 0.742,
-        "lfm2-1.2b": 1.170,
-        "lfm2-8b-a1b": 8.340,
-        "lfm2.5-8b-a1b": 8.468,
-    }
     windows = {"in_turn": {SEQ, 2}, "unadjusted_biases": {SEQ, 2}}  # slots, and rows of inputs of the convolution
-
-    depths = None
 
 
 class TestLFM2Experts(Conformance):
@@ -66,14 +55,7 @@ class TestLFM2Experts(Conformance):
         "norm_topk_prob": False,
         "routed_scaling_factor": 2.5,
     }
-    refused = {"layer_types": [CONV, "chunked", FULL]}
-    presets = TestLFM2.presets
     windows = {"experts": {SEQ, 2}, "unbiased_experts": {SEQ, 2}}
-    depths = None
-
-
-def transformers_cases():
-    return TestLFM2.transformers_cases() | TestLFM2Experts.transformers_cases()
 
 
 EXPERTS = {

@@ -60,22 +60,6 @@ class TestLlama(Conformance):
     cases = CASES
     matters = {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     gradients_by_default = True
-    presets = {
-        "llama2-7b": 6.738,
-        "llama2-13b": 13.016,
-        "llama2-70b": 68.977,
-        "llama3-8b": 8.030,
-        "llama3-70b": 70.554,
-        "llama3.1-8b": 8.030,
-        "llama3.1-70b": 70.554,
-        "llama3.1-405b": 405.853,
-        "llama3.2-1b": 1.236,
-        "llama3.2-3b": 3.213,
-        "llama3.3-70b": 70.554,
-    }
-
-
-transformers_cases = TestLlama.transformers_cases
 
 
 @pytest.mark.full

@@ -68,17 +68,7 @@ class TestLlama4(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": STEP | {"original_max_position_embeddings": 64},
     }
-    refused = Conformance.refused | {
-        "for_llm_compressor": True,
-        "no_rope_layers": [1],  # for two layers
-        "attention_chunk_size": None,
-    }
-    # What Hugging Face counts in the released files, in billions.
-    presets = {"llama4-17b-16e": 108.6418, "llama4-17b-128e": 401.5838}
-    depths = (4, 8)
-
-
-transformers_cases = TestLlama4.transformers_cases
+    refused = {"no_rope_layers": [1], "attention_chunk_size": None}
 
 
 @pytest.mark.full

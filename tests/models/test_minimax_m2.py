@@ -1,8 +1,6 @@
 """MiniMax-M2 against transformers: norms over all heads, partial rotary embeddings, a bias on the choice of experts."""
 
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, YARN, Conformance
 
 
 class TestMiniMaxM2(Conformance):
@@ -27,18 +25,5 @@ class TestMiniMaxM2(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     }
-    refused = Conformance.refused | {
-        "rotary_dim": 4,  # beside a half of 12
-        "attn_type_list": [1, 0, 1],
-        "use_qk_norm": False,
-        "qk_norm_type": "per_head",
-        "scoring_func": "softmax",
-        "use_routing_bias": False,
-        "shared_intermediate_size": 8,
-        "sliding_window": 5,
-    }
-    presets = {"minimax-m2": 228.69, "minimax-m2.1": 228.69, "minimax-m2.5": 228.69}  # published as 230B, 10B active
+    refused = {"rotary_dim": 4}
     rules = Conformance.rules | {"expert": "data"}
-
-
-transformers_cases = TestMiniMaxM2.transformers_cases

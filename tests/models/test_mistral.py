@@ -7,9 +7,7 @@ import pytest
 
 from maxlib.models import mistral
 from maxlib.weights import HFConfig
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, NO_TOKENS, YARN, Conformance
 
 
 class TestMistral(Conformance):
@@ -30,23 +28,6 @@ class TestMistral(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"attention_bias": True, "layer_types": ["sliding_attention"] * 3}
-    presets = {
-        "mistral-7b-v0.1": 7.24,
-        "mistral-7b-v0.2": 7.24,
-        "mistral-7b-v0.3": 7.25,
-        "mistral-nemo-12b": 12.25,
-        "pixtral-12b": 12.68,  # with an encoder of 0.4B, as all of the following that see
-        "mistral-small-22b": 22.25,
-        "mistral-small-24b": 23.57,
-        "mistral-small-3.1-24b": 24.01,
-        "mistral-small-3.2-24b": 24.01,
-        "mistral-large-123b": 122.61,
-        "ministral-3-3b": 3.85,
-        "ministral-3-8b": 8.92,
-        "ministral-3-14b": 13.95,
-        "devstral-small-2-24b": 24.01,
-    }
 
 
 SHARPENED = YARN | {
@@ -58,29 +39,19 @@ SHARPENED = YARN | {
 }
 
 
+@pytest.mark.full  # by default its relative above is
 class TestMinistral3(Conformance):
     family = "mistral"
     test_what_a_config_leaves_out_is_as_in_transformers = None  # it must say by how much queries are sharpened
     config = "Ministral3Config"
-    base = BASE | {"head_dim": 10} | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    base = BASE | {"head_dim": 10} | NO_TOKENS
     cases = {"ministral3": {"vocab_size": 53, "rope_parameters": SHARPENED}}
     matters = {
         "sliding_window": 6,
         "rms_norm_eps": 0.1,
         "rope_parameters": SHARPENED | {"llama_4_scaling_beta": 0.4},
     }
-    refused = Conformance.refused | {
-        "attention_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
-    }
-    test_presets_have_the_published_size = None  # in TestMistral
-
-
-def transformers_cases():
-    from tests.models import test_mistral_images  # which uses what is above
-
-    cases = TestMistral.transformers_cases() | TestMinistral3.transformers_cases()
-    return cases | test_mistral_images.transformers_cases()
+    refused = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}}
 
 
 def test_defaults_are_those_of_transformers():

@@ -13,7 +13,8 @@ from maxlib.models import mistral4
 from maxlib.weights import HFConfig
 from maxlib.weights.files import Header, write_file
 from tests.models import parity
-from tests.models.conformance import BASE, Conformance, assert_close
+from tests.models.conformance import NO_TOKENS, Conformance, assert_close
+from tests.models.latent_conformance import BASE, LatentConformance
 from tests.models.test_mistral_images import Pixtral
 
 ROPE = {
@@ -29,22 +30,7 @@ ROPE = {
     "mscale_all_dim": 0.7,
     "llama_4_scaling_beta": 0.8,
 }
-TEXT = (
-    BASE
-    | {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 12,
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 3,
-        "q_lora_rank": 14,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 9,
-        "rope_parameters": ROPE,
-    }
-    | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-)
+TEXT = BASE | NO_TOKENS | {"rope_parameters": ROPE}
 GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 HALVES = {
     "rope_interleave": False,
@@ -54,32 +40,14 @@ HALVES = {
     "routed_scaling_factor": 1.5,
     "rope_parameters": {name: value for name, value in ROPE.items() if not name.startswith("mscale")},
 }
-MATTERS = {
+MATTERS = LatentConformance.matters | {
     "rope_interleave": False,
-    "n_group": 3,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 3.0,
-    "rms_norm_eps": 0.1,
     "rope_parameters": ROPE | {"llama_4_scaling_beta": 0.4, "partial_rotary_factor": 6 / 14},
-}
-REFUSED = {
-    "hidden_act": "gelu",
-    "attention_bias": True,
-    "mlp_bias": True,
-    "scoring_func": "sigmoid",
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "head_dim": 8,
-    "qk_head_dim": 12,
-    "sliding_window": 5,
 }
 
 
 class Mistral4:
     family = "mistral4"
-    presets = {"mistral-small-4-119b": 119.40}
     rules = Conformance.rules | {"expert": "data"}
     slot_axis = -2  # [rows, slots, latent]
 
@@ -89,11 +57,8 @@ class TestMistral4(Mistral4, Pixtral):
     config = "Mistral3Config"
     text_base = TEXT | {"model_type": "mistral4"}
     cases = {"sees": {"text": GROUPS}, "sees_halves_tied": {"text": HALVES, "tie_word_embeddings": True}}
-    depths = (1, 2)
     matters = {f"text_config.{name}": value for name, value in MATTERS.items()}
     matters |= {"vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
-    refused = Pixtral.refused | {f"text_config.{name}": value for name, value in REFUSED.items()}
-    test_presets_have_the_published_size = Conformance.test_presets_have_the_published_size
 
 
 class TestText(Mistral4, Conformance):
@@ -106,12 +71,6 @@ class TestText(Mistral4, Conformance):
     base = TEXT
     cases = {"groups": GROUPS | {"vocab_size": 53}, "halves_tied": HALVES}
     matters = MATTERS
-    refused = REFUSED
-    test_presets_have_the_published_size = None  # above
-
-
-def transformers_cases():
-    return TestMistral4.transformers_cases() | TestText.transformers_cases()
 
 
 # --- files ---

@@ -42,7 +42,6 @@ class Pixtral(ImageConformance):
     ids = {"image_token_index": IMAGE}
     patch_dim = 48
     offset = 0
-    depths = (1, 2)
     refused = {
         "text_config.hidden_act": "gelu",
         "text_config.model_type": "llama",
@@ -54,8 +53,6 @@ class Pixtral(ImageConformance):
         "vision_config.hidden_act": "relu",
         "vision_config.hidden_size": 20,
     }
-
-    test_presets_have_the_published_size = None  # in TestMistral
 
 
 class TestMistral3(Pixtral):
@@ -77,7 +74,6 @@ class TestMistral3(Pixtral):
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         "vision_config.hidden_act": "gelu",
     }
-    refused = Pixtral.refused | {"vision_config.rope_parameters": {"rope_type": "yarn"}}
 
 
 @pytest.mark.full
@@ -88,14 +84,8 @@ class TestLlava(Pixtral):
     grids = [[1, rows // 2, columns // 2] for _, rows, columns in GRIDS]
     cases = {"pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}}
     matters = {"vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}}
-    refused = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
-    refused |= {"vision_config.model_type": "clip_vision_model"}
 
     test_images_that_do_not_fit_are_refused = None  # its squares are of one patch
-
-
-def transformers_cases():
-    return TestMistral3.transformers_cases() | TestLlava.transformers_cases()
 
 
 # --- batches as they come ---

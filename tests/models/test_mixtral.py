@@ -8,9 +8,7 @@ import pytest
 import maxlib
 from maxlib import nn
 from tests.models import parity
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, YARN, Conformance
 
 
 class TestMixtral(Conformance):
@@ -30,11 +28,6 @@ class TestMixtral(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"attention_bias": True, "n_shared_experts": 1}
-    presets = {"mixtral-8x7b": 46.703, "mixtral-8x22b": 140.621, "mixtral-8x22b-instruct": 140.630}
-
-
-transformers_cases = TestMixtral.transformers_cases
 
 
 @pytest.mark.full

@@ -26,10 +26,4 @@ class TestModernBert(EncoderConformance):
         },
     }
     matters = {"norm_eps": 0.1, "local_attention": 12, "num_attention_heads": 2}
-    refused = {"hidden_activation": "relu", "classifier_activation": "relu", "attn_logit_softcapping": 50.0}
-    presets = {"modernbert-base": 0.149, "modernbert-large": 0.395}
-    depths = None
     test_both_spellings_are_read = None  # rope_parameters are nested by the type of layer
-
-
-transformers_cases = TestModernBert.transformers_cases

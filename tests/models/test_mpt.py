@@ -13,9 +13,4 @@ class TestMPT(Conformance):
     }
     matters = {"layer_norm_epsilon": 0.1, "n_heads": 2, "attn_config.clip_qkv": 0.5}
     stated = {"attn_config": {}}
-    refused = {"no_bias": False, "attn_config.qk_ln": True, "attn_config.alibi_bias_max": 16, "expansion_ratio": 2}
-    presets = {"mpt-7b": 6.6493, "mpt-30b": 29.9580}
     test_both_spellings_are_read = None  # there is one
-
-
-transformers_cases = TestMPT.transformers_cases

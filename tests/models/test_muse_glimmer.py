@@ -9,11 +9,10 @@ import pytest
 import maxlib
 from maxlib.models.muse_glimmer import FULL, SLIDING
 from tests.models import conformance, parity
-from tests.models.conformance import Conformance, assert_close
+from tests.models.conformance import NO_TOKENS, YARN, Conformance, assert_close
 from tests.models.image_conformance import IMAGE, VIDEO, ImageConformance
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
-BASE = conformance.BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+BASE = conformance.BASE | NO_TOKENS
 
 
 def _register() -> None:
@@ -45,6 +44,7 @@ def _register() -> None:
     )
 
 
+@pytest.mark.full  # by default its relative below is
 class TestMuseGlimmer(Conformance):
     family = "muse_glimmer"
     config = "MuseGlimmerTextConfig"
@@ -82,16 +82,7 @@ class TestMuseGlimmer(Conformance):
         "post_norm_eps": 0.1,
         "rope_parameters": YARN,
     }
-    refused = {
-        "hidden_activation": "gelu",
-        "hidden_act": "gelu",
-        "attn_logit_softcapping": 50.0,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "layer_types": [SLIDING, FULL, "linear_attention", FULL, FULL],
-        "layer_rope_theta": [1e4, 2e4, 1e4, 1e4, 0],
-    }
-    presets = {"muse-glimmer-30b": 29.777}
+    refused = {"layer_rope_theta": [1e4, 2e4, 1e4, 1e4, 0]}
 
     @classmethod
     def transformers_cases(cls):
@@ -150,19 +141,6 @@ class TestMuseGlimmerImages(ImageConformance):
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         "text_config.rms_norm_eps": 0.1,
     }
-    refused = {
-        "vision_config.hidden_act": "silu",
-        "vision_config.pos_emb_width": 3,
-        "vision_config.layer_types": ["window_attention", "chunked", "full_attention"],
-        "out_hidden_size": 48,
-        "projector_hidden_act": "silu",
-    }
-
-    test_presets_have_the_published_size = None  # of the family in turn
-
-
-def transformers_cases():
-    return TestMuseGlimmer.transformers_cases() | TestMuseGlimmerImages.transformers_cases()
 
 
 @pytest.mark.full

@@ -20,8 +20,3 @@ class TestNemotron(Conformance):
         },
     }
     matters = {"norm_eps": 0.1, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
-    refused = {"hidden_act": "silu", "attn_logit_softcapping": 50.0}
-    presets = {"minitron-4b": 4.191, "minitron-8b": 8.272}
-
-
-transformers_cases = TestNemotron.transformers_cases

@@ -7,7 +7,7 @@ import maxlib
 from maxlib.models import nemotron_h
 from maxlib.weights import HFConfig
 from tests.models import parity
-from tests.models.conformance import BASE, SEQ, Conformance
+from tests.models.conformance import BASE, NO_TOKENS, SEQ, Conformance
 
 MAMBA, EXPERTS, FULL, MLP = "linear_attention", "moe", "full_attention", "mlp"
 SIZES = {
@@ -23,7 +23,6 @@ SIZES = {
     "head_dim": 10,
     "time_step_min": 0.3,
 }
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 class TestNemotronH(Conformance):
@@ -59,18 +58,11 @@ class TestNemotronH(Conformance):
         "layer_norm_epsilon": 0.1,
         "time_step_min": 0.8,
     }
-    refused = {"mlp_hidden_act": "silu", "mamba_hidden_act": "gelu", "mlp_bias": True, "attention_bias": True}
-    refused |= {"tie_word_embeddings": True, "sliding_window": 5, "residual_in_fp32": True, "n_shared_experts": 2}
-    refused |= {"layers_block_type": [MAMBA, "chunked"]}
-    presets = {"nemotron-3-nano-30b-a3b": 31.578, "nemotron-3-super-120b-a12b": 120.669}
-    depths = None
+    refused = {"layers_block_type": [MAMBA, "chunked"]}
     windows = {"latent": {SEQ, 3, 4}, "groups_biases": {SEQ, 2, 4}}
 
     # Nothing is rotated, so no spelling of a rope is older.
     test_both_spellings_are_read = None
-
-
-transformers_cases = TestNemotronH.transformers_cases
 
 
 @pytest.mark.full

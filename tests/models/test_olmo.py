@@ -14,8 +14,3 @@ class TestOLMo(Conformance):
         "tied_biases": {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1},
     }
     matters = {"clip_qkv": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    refused = Conformance.refused | {"rms_norm_eps": 1e-3}
-    presets = {"olmo-1b": 1.1768, "olmo-7b": 6.8881, "olmo-7b-0424": 6.8881}
-
-
-transformers_cases = TestOLMo.transformers_cases

@@ -8,15 +8,13 @@ from maxlib.models import olmo2
 from maxlib.models.olmo2 import FULL, SLIDING
 from maxlib.weights import HFConfig
 from tests.models import conformance
-from tests.models.conformance import Conformance
+from tests.models.conformance import NO_TOKENS, YARN, Conformance
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-BASE = conformance.BASE | dict.fromkeys(
-    ("bos_token_id", "eos_token_id", "pad_token_id")
-)  # transformers' embeddings give the padding token no gradient
+BASE = conformance.BASE | NO_TOKENS  # transformers' embeddings give the padding token no gradient
 
 
+@pytest.mark.full  # by default its relative below is
 class TestOLMo2(Conformance):
     family = "olmo2"
     config = "Olmo2Config"
@@ -32,16 +30,6 @@ class TestOLMo2(Conformance):
         },
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": PLAIN | {"rope_theta": 5e5}}
-    refused = Conformance.refused | {"clip_qkv": 8.0, "sliding_window": 4, "layer_types": [FULL] * 3}
-    presets = {
-        "olmo2-1b": 1.485,
-        "olmo2-7b": 7.299,
-        "olmo2-13b": 13.716,
-        "olmo2-32b": 32.234,
-        "olmo3-7b-pt": 7.298,
-        "olmo3-7b": 7.298,
-        "olmo3-32b": 32.233,
-    }
 
 
 class TestOLMo3(Conformance):
@@ -56,12 +44,7 @@ class TestOLMo3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {FULL: YARN | {"factor": 4.0}, SLIDING: PLAIN},
     }
-    refused = Conformance.refused | {"layer_types": [FULL] * 3, "rope_parameters": YARN}
-    test_presets_have_the_published_size = None  # in TestOLMo2
-
-
-def transformers_cases():
-    return TestOLMo2.transformers_cases() | TestOLMo3.transformers_cases()
+    refused = {"rope_parameters": YARN}
 
 
 @pytest.mark.parametrize("change", [{"rope_type": "yarn", **YARN}, {"rope_theta": 2e4}], ids=["scaled", "other_theta"])

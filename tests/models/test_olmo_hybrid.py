@@ -8,10 +8,8 @@ from safetensors.numpy import load_file, save_file
 import maxlib
 from maxlib.models.olmo_hybrid import FULL, LINEAR
 from tests.models import parity
-from tests.models.conformance import BASE, SEQ, Conformance
+from tests.models.conformance import BASE, NO_TOKENS, SEQ, Conformance
 
-# transformers gives the padding token's row no gradient.
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 # Heads of values are others than those of keys. All keys are as wide as all values: transformers writes the convolution
 # in equal thirds, and its files are else not those of the release.
 DELTA = {
@@ -46,13 +44,7 @@ class TestOLMoHybrid(Conformance):
         "linear_allow_neg_eigval": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
-    refused = {"hidden_act": "gelu", "layer_types": [LINEAR, "chunked", LINEAR, FULL]}
-    presets = {"olmo-hybrid-7b": 7.431}
-    depths = (4, 8)
     windows = {"in_turn": {SEQ, 3, 4}, "rotated_biases": {SEQ, 2, 4}}  # inputs of the convolution, heads of states
-
-
-transformers_cases = TestOLMoHybrid.transformers_cases
 
 
 def test_other_names_of_norms_are_read(tmp_path):

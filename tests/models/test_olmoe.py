@@ -26,8 +26,3 @@ class TestOLMoE(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"n_shared_experts": 1}
-    presets = {"olmoe-1b-7b": 6.9192}
-
-
-transformers_cases = TestOLMoE.transformers_cases

@@ -24,11 +24,6 @@ class TestPhi(Conformance):
         },
     }
     matters = {"layer_norm_eps": 0.1, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}
-    refused = {"hidden_act": "relu", "qk_layernorm": True, "attn_logit_softcapping": 50.0}
-    presets = {"phi-1": 1.4183, "phi-1.5": 1.4183, "phi-2": 2.7797}
-
-
-transformers_cases = TestPhi.transformers_cases
 
 
 def test_another_head_has_no_bias():

@@ -45,23 +45,7 @@ class TestPhi3(Conformance):
         "max_position_embeddings": 4096,
         "rope_parameters": LONG | {"original_max_position_embeddings": 16, "long_factor": [2.0, 9.0, 30.0]},
     }
-    refused = Conformance.refused | {
-        "attention_bias": True,
-        "lm_head_bias": True,
-        "full_attn_mod": 2,
-        "original_max_position_embeddings": 32,
-    }
-    presets = {
-        "phi-3-mini-4k": 3.821,
-        "phi-3-mini-128k": 3.821,
-        "phi-3-medium-4k": 13.960,
-        "phi-3.5-mini": 3.821,
-        "phi-4-mini": 3.836,
-        "phi-4": 14.660,
-    }
-
-
-transformers_cases = TestPhi3.transformers_cases
+    refused = {"original_max_position_embeddings": 32}
 
 
 @functools.partial(jax.jit, compiler_options=parity.QUICK)

@@ -4,10 +4,9 @@ import pytest
 
 from maxlib.models import qwen2
 from maxlib.weights import HFConfig
-from tests.models.conformance import BASE, Conformance
+from tests.models.conformance import BASE, YARN, Conformance
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
@@ -33,28 +32,7 @@ class TestQwen2(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {
-        "use_sliding_window": False,  # but layer_types has some that slide
-        "layer_types": [SLIDING, FULL, "linear_attention", FULL],
-        "num_hidden_layers": 5,  # for four layer_types
-        "use_mrope": True,
-    }
-    presets = {
-        "qwen2-0.5b": 0.494,
-        "qwen2-1.5b": 1.544,
-        "qwen2-7b": 7.616,
-        "qwen2-72b": 72.706,
-        "qwen2.5-0.5b": 0.494,
-        "qwen2.5-1.5b": 1.544,
-        "qwen2.5-3b": 3.086,
-        "qwen2.5-7b": 7.616,
-        "qwen2.5-14b": 14.770,
-        "qwen2.5-32b": 32.764,
-        "qwen2.5-72b": 72.706,
-    }
-
-
-transformers_cases = TestQwen2.transformers_cases
+    refused = {"use_sliding_window": False}
 
 
 @pytest.mark.full

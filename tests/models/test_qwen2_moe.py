@@ -35,8 +35,3 @@ class TestQwen2MoE(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"use_sliding_window": True, "n_shared_experts": 1}
-    presets = {"qwen1.5-moe-a2.7b": 14.316, "qwen2-57b-a14b": 57.409}
-
-
-transformers_cases = TestQwen2MoE.transformers_cases

@@ -38,24 +38,7 @@ class TestQwen25VL(ImageConformance):
         "vision_config.window_size": 24,
         "vision_config.fullatt_block_indexes": [0, 3],
     }
-    refused = ImageConformance.refused | {
-        "text_config.use_sliding_window": True,
-        "text_config.rope_parameters.mrope_section": [1, 2, 2],
-        "vision_config.window_size": 4,
-    }
-    presets = {
-        "qwen2-vl-2b": 2.209,
-        "qwen2-vl-7b": 8.291,
-        "qwen2-vl-72b": 73.406,
-        "qwen2.5-vl-3b": 3.755,
-        "qwen2.5-vl-7b": 8.292,
-        "qwen2.5-vl-32b": 33.453,
-        "qwen2.5-vl-72b": 73.411,
-    }
-
-    @pytest.mark.full  # by default of Mistral and Gemma 4
-    def test_rows_of_patches_and_padding_change_nothing(self, made):
-        super().test_rows_of_patches_and_padding_change_nothing(made)
+    refused = {"text_config.rope_parameters.mrope_section": [1, 2, 2], "vision_config.window_size": 4}
 
 
 @pytest.mark.full
@@ -66,14 +49,7 @@ class TestQwen2VL(ImageConformance):
     vision_base = PLAIN
     cases = {"no_windows": {}}
     matters = {"text_config.rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}
-    refused = ImageConformance.refused | {"vision_config.embed_dim": 20, "vision_config.hidden_size": 24}
-    del refused["vision_config.out_hidden_size"]  # it has none
-
-    test_presets_have_the_published_size = None  # in TestQwen25VL
-
-
-def transformers_cases():
-    return TestQwen25VL.transformers_cases() | TestQwen2VL.transformers_cases()
+    refused = {"vision_config.embed_dim": 20}
 
 
 @pytest.mark.parametrize("name", ["windows", "no_windows"])

@@ -2,10 +2,9 @@
 
 from maxlib.models import qwen3
 from maxlib.weights import HFConfig
-from tests.models.conformance import BASE, Conformance
+from tests.models.conformance import BASE, YARN, Conformance
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 
 
@@ -29,22 +28,7 @@ class TestQwen3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {
-        "use_sliding_window": False,  # but layer_types has some that slide
-        "num_hidden_layers": 5,  # for four layer_types
-        "mlp_bias": True,
-    }
-    presets = {
-        "qwen3-0.6b": 0.596,
-        "qwen3-1.7b": 1.721,
-        "qwen3-4b": 4.022,
-        "qwen3-8b": 8.191,
-        "qwen3-14b": 14.768,
-        "qwen3-32b": 32.762,
-    }
-
-
-transformers_cases = TestQwen3.transformers_cases
+    refused = {"use_sliding_window": False}
 
 
 def test_heads_are_128_wide_unless_said():

@@ -26,6 +26,7 @@ SMALL = DELTA | {"head_dim": 16, "rope_parameters": ROPE}
 KINDS = [LINEAR, LINEAR, FULL]
 
 
+@pytest.mark.full  # by default its relative below is
 class TestQwen35(Conformance):
     family = "qwen3_5"
     config = "Qwen3_5TextConfig"
@@ -48,33 +49,11 @@ class TestQwen35(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": ROPE | {"rope_theta": 5e5},
     }
-    refused = Conformance.refused | {
-        "attn_output_gate": False,
-        "use_sliding_window": True,
-        "mlp_only_layers": [1],
-        "num_experts": 4,  # of the other model type
-        "mtp_use_dedicated_embeddings": True,
-        "layer_types": [LINEAR],
-    }
-    presets = {
-        "qwen3.5-0.8b": 0.853,
-        "qwen3.5-2b": 2.213,
-        "qwen3.5-4b": 4.540,
-        "qwen3.5-9b": 9.410,
-        "qwen3.5-27b": 27.357,
-        "qwen3.6-27b": 27.357,
-        "qwen3.8-27b": 27.357,
-        "qwen3.5-35b-a3b": 35.108,
-        "qwen3.6-35b-a3b": 35.108,
-        "qwen3.5-122b-a10b": 122.563,
-        "qwen3.5-397b-a17b": 396.802,
-    }
     windows = {
         "one_to_one": {SEQ, 3, 4},
         "three_to_one": {SEQ, 1, 4},
         "two_widths_tied": {SEQ, 2, 4},
     }  # convolution inputs, heads of states
-    depths = (4, 8)
 
 
 @pytest.mark.full
@@ -83,11 +62,8 @@ class TestQwen35MoE(TestQwen35):
     base = {name: value for name, value in BASE.items() if name != "intermediate_size"} | SMALL | EXPERTS
     cases = {"experts": {"layer_types": KINDS, "linear_key_head_dim": 8}}
     matters = {"num_experts_per_tok": 2, "rms_norm_eps": 0.1}
-    refused = {"norm_topk_prob": False, "decoder_sparse_step": 2, "hidden_act": "gelu"}
     windows = {"experts": {SEQ, 3, 4}}
     rules = Conformance.rules | {"expert": "data"}
-
-    test_presets_have_the_published_size = None
 
     def test_released_files_have_all_experts_in_two_tensors(self, made, tmp_path):
         case, path, model = made("experts")
@@ -125,15 +101,7 @@ class TestQwen35Images(ImageConformance):
         "text_config.rope_parameters": SECTIONS | {"mrope_section": [3, 1, 0]},
         "vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
     }
-    refused = ImageConformance.refused | {
-        "text_config.rope_parameters.mrope_section": [1, 2, 1],
-        "vision_config.model_type": "siglip_vision_model",
-    }
-    test_presets_have_the_published_size = None  # of text, above
-
-    @pytest.mark.full  # by default of Mistral and Gemma 4
-    def test_rows_of_patches_and_padding_change_nothing(self, made):
-        super().test_rows_of_patches_and_padding_change_nothing(made)
+    refused = {"text_config.rope_parameters.mrope_section": [1, 2, 1]}
 
 
 @pytest.mark.full
@@ -143,11 +111,6 @@ class TestQwen35MoEImages(TestQwen35Images):
     cases = {"images_experts": {"text": {"layer_types": KINDS, "linear_key_head_dim": 8}}}
     matters = {"text_config.num_experts_per_tok": 2}
     rules = ImageConformance.rules | {"expert": "data"}
-
-
-def transformers_cases():
-    text = TestQwen35.transformers_cases() | TestQwen35MoE.transformers_cases()
-    return text | TestQwen35Images.transformers_cases() | TestQwen35MoEImages.transformers_cases()
 
 
 def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):
@@ -207,9 +170,9 @@ def small(*types: str, sees: bool = False) -> qwen3_5.Qwen35:
 
 def test_a_refused_draft_cannot_be_taken_back_from_a_state(tmp_path):
     path, _ = qwen_mtp.with_module(parity.golden("qwen3_5")["one_to_one"], tmp_path)
-    generator = inference.Generator(maxlib.from_pretrained(path, num_mtp=1), dtype=jnp.float32)
-    with pytest.raises(ValueError, match="only keep a state .*DeltaCache.* cannot be removed"):
-        inference.speculate(generator, [[1, 2, 3]], max_new_tokens=4)
+    model = maxlib.from_pretrained(path, num_mtp=1)
+    with pytest.raises(ValueError, match="only keep a state .*StateCache.* cannot be removed"):
+        inference.LocalEngine(model, num_drafts=1, drafter="mtp")
 
 
 @pytest.mark.full
@@ -217,12 +180,12 @@ def test_without_states_the_module_drafts():
     model = small(FULL, FULL, sees=True)
     # Hidden states of a random model vary little: larger embeddings make the texts differ.
     model.embed.w[...] = 20 * model.embed.w[...]
-    generator, prompts = inference.Generator(model, dtype=jnp.float32), [[1, 2, 3], [4, 9, 1, 7, 2]]
-    found = inference.speculate(generator, prompts, max_new_tokens=12)
-    assert found.texts == generator.generate(prompts, max_new_tokens=12)
-    image = model.cfg.vision.image_token
+    engine = inference.LocalEngine(model, num_drafts=1, drafter="mtp", dtype=jnp.float32)
+    prompts, image = [[1, 2, 3], [4, 9, 1, 7, 2]], model.cfg.vision.image_token
+    groups = engine.generate(prompts, max_new_tokens=12)
+    assert [completion.tokens for (completion,) in groups] == engine.generator.generate(prompts, max_new_tokens=12)
     with pytest.raises(ValueError, match="1 image placeholders, but the given images make 0"):
-        inference.speculate(generator, [[1, image, 3]], max_new_tokens=2)
+        engine.generate([[1, image, 3]], max_new_tokens=2)
 
 
 def test_the_module_reads_text_only():

@@ -4,9 +4,8 @@ renormalisation.
 
 from maxlib.models import qwen3_moe
 from maxlib.weights import HFConfig
-from tests.models.conformance import BASE, Conformance
+from tests.models.conformance import BASE, YARN, Conformance
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
 EXPERTS = {"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -41,24 +40,6 @@ class TestQwen3MoE(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {
-        "max_window_layers": 3,  # with a window
-        "num_experts": 5,  # but num_local_experts says 6
-        "shared_expert_intermediate_size": 12,
-        "qkv_bias": True,
-        "use_qk_norm": False,
-        "mlp_bias": True,
-    }
-    presets = {
-        "qwen3-30b-a3b": 30.532,
-        "qwen3-30b-a3b-2507": 30.532,
-        "qwen3-235b-a22b": 235.094,
-        "qwen3-235b-a22b-2507": 235.094,
-        "qwen3-coder-480b-a35b": 480.155,
-    }
-
-
-transformers_cases = TestQwen3MoE.transformers_cases
 
 
 def test_dense_layers_stand_where_the_config_says():

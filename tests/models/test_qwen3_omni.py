@@ -12,8 +12,7 @@ from maxlib import inference, nn, sharding
 from maxlib.models import qwen3_omni
 from maxlib.weights import HFConfig
 from tests.models import parity
-from tests.models.conformance import CLOSE, Conformance, _dtype, _logits, assert_close
-from tests.models.image_conformance import step
+from tests.models.input_conformance import InputConformance
 
 SEQ = 48
 IMAGE, VIDEO, AUDIO = 60, 59, 56
@@ -75,19 +74,14 @@ def sound(vectors: int) -> list[int]:
     return [SOUND_START, *[AUDIO] * vectors, SOUND_END]
 
 
-# Per case: parts of rows behind a few words each, grids and clips in their order, and how many each row has.
+# Per case: parts of rows behind a few words each, and grids and clips in their order.
 CASES = {
     # 230 frames are heard in two windows.
-    "all": (
-        [[*PICTURE, 7, *sound(30)], [*VIDEO_ALONE, 3, *sound(17)], []],
-        [SEEN, FILM],
-        [230, 130],
-        ([1, 1, 0], [1, 1, 0]),
-    ),
-    "sound_in_video": ([WITH_SOUND, PICTURE + sound(17), []], [FILM, SEEN], [130, 130], ([1, 1, 0], [1, 1, 0])),
-    "images": ([PICTURE, [], [*VIDEO_ALONE, 4, 5, *PICTURE]], [SEEN, FILM, SEEN], None, ([1, 0, 2], None)),
+    "all": ([[*PICTURE, 7, *sound(30)], [*VIDEO_ALONE, 3, *sound(17)], []], [SEEN, FILM], [230, 130]),
+    "sound_in_video": ([WITH_SOUND, PICTURE + sound(17), []], [FILM, SEEN], [130, 130]),
+    "images": ([PICTURE, [], [*VIDEO_ALONE, 4, 5, *PICTURE]], [SEEN, FILM, SEEN], None),
     # Less than a second of each, heard as if alone.
-    "sound": ([sound(6), [*sound(6), 9, *sound(6)], []], None, [45, 45, 45], (None, [1, 2, 0])),
+    "sound": ([sound(6), [*sound(6), 9, *sound(6)], []], None, [45, 45, 45]),
 }
 
 
@@ -98,13 +92,14 @@ def tokens(parts: list[list[int]]) -> np.ndarray:
     return rows
 
 
-class TestQwen3Omni(Conformance):
+class TestQwen3Omni(InputConformance):
     test_captured_values_are_those_of_transformers = None  # their class for such files has no forward
     family = "qwen3_omni"
     config = "Qwen3OmniMoeConfig"
     cases: ClassVar = {key: {} for key in CASES}
+    prompts = 44, 38, 20
+    offset = None
     gradients_by_default = True
-    depths = (4, 8)
     matters: ClassVar = {
         "thinker_config.position_id_per_seconds": 9,
         "thinker_config.text_config.rms_norm_eps": 0.1,
@@ -114,22 +109,12 @@ class TestQwen3Omni(Conformance):
         "thinker_config.audio_config.n_window_infer": 100,
     }
     refused: ClassVar = {
-        "thinker_config.text_config.hidden_act": "gelu",
-        "thinker_config.text_config.norm_topk_prob": False,
-        "thinker_config.text_config.mlp_only_layers": [1],
-        "thinker_config.vision_config.out_hidden_size": 24,
-        "thinker_config.audio_config.n_window": 40,
         "thinker_config.audio_config.n_window_infer": 50,
-        "thinker_config.audio_config.activation_function": "relu",
         "thinker_config.audio_config.encoder_attention_heads": 3,
     }
     rules = sharding.FSDP_TP | {"vocab": None, "kv_heads": None, "expert": "data"}
     # A bias of keys adds one number to all scores of a query.
     zero_gradients = r"audio_tower.*k_proj\.bias"
-    presets: ClassVar = {"qwen3-omni-30b-a3b": 31.72}
-
-    test_what_a_config_leaves_out_is_as_in_transformers = None
-    test_both_spellings_are_read = None  # below
 
     @classmethod
     def transformers_cases(cls) -> dict[str, tuple[Any, ...]]:
@@ -137,94 +122,34 @@ class TestQwen3Omni(Conformance):
         pytest.importorskip("torch")
         thinker = {"text_config": TEXT, "vision_config": VISION, "audio_config": HEARING, **TOKENS}
         config = transformers.Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False)
-        return {
-            name: (config, tokens(parts), cls.dtype, grids, clips) for name, (parts, grids, clips, _) in CASES.items()
-        }
+        return {name: (config, tokens(parts), cls.dtype, grids, clips) for name, (parts, grids, clips) in CASES.items()}
 
-    @staticmethod
-    def by_row(name: str, case: dict[str, Any], *rows: int) -> dict[str, Any]:
+    def by_row(self, case: dict[str, Any], *rows: int) -> dict[str, Any]:
         """The images and clips of some rows of tokens, a row for each."""
-        _, grids, _, (images_of, clips_of) = CASES[name]
-        inputs = {}
-        if grids is not None:
-            pixels = np.split(parity.images(case).pixels, np.cumsum(np.prod(grids, axis=1)))
-            chosen = [n for row in rows for n in np.split(np.arange(len(grids)), np.cumsum(images_of))[row]]
+        (images, clips), inputs = parity.given(case), {}
+
+        def of(first: int) -> tuple[list[int], list[int]]:
+            """Which of all are those of the rows, by the id that begins each, and how many each row has."""
+            counts = (case["tokens"] == first).sum(axis=1)
+            return [n for row in rows for n in np.split(np.arange(sum(counts)), np.cumsum(counts))[row]], counts[
+                [*rows]
+            ]
+
+        if images is not None:
+            chosen, counts = of(START)
+            pixels = np.split(images.pixels, np.cumsum(np.prod(case["grids"], axis=1)))
             inputs["images"] = nn.vision.pad_patches(
-                np.concatenate([pixels[n] for n in chosen]) if chosen else pixels[0][:0],
-                np.array([grids[n] for n in chosen]).reshape(-1, 3),
-                counts=[images_of[row] for row in rows],
+                np.concatenate([pixels[n] for n in chosen] or [pixels[0][:0]]),
+                np.array([case["grids"][n] for n in chosen]).reshape(-1, 3),
+                counts=counts.tolist(),
                 second_per_grid=[parity.SECONDS_PER_GRID] * len(chosen),
             )
-        if clips_of is not None:
-            clips = parity.audio(case)
-            chosen = [n for row in rows for n in np.split(np.arange(len(clips.lengths)), np.cumsum(clips_of))[row]]
+        if clips is not None:
+            chosen, counts = of(SOUND_START)
             frames = [clips.frames[n, : clips.lengths[n]] for n in chosen]
-            counts = [clips_of[row] for row in rows]
             counts, frames = (counts, frames) if frames else ([1, *counts[1:]], [clips.frames[0, :0]])
-            inputs["audio"] = nn.audio.pad_clips(frames, counts=counts)
+            inputs["audio"] = nn.audio.pad_clips(frames, counts=[*map(int, counts)])
         return inputs
-
-    @pytest.mark.full
-    def test_transformers_opens_the_export(self, name, made, tmp_path):
-        torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
-        case, _, model = made(name)
-        maxlib.save_pretrained(model, tmp_path / "export")
-        how = {"attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True}
-        theirs, info = parity.auto("qwen3_omni_moe").from_pretrained(tmp_path / "export", **how)
-        assert not any(info.values()), info
-        ids = torch.from_numpy(case["tokens"]).long()
-        with torch.no_grad():
-            want = theirs.thinker(ids, **parity.seen(case, ids, theirs.dtype)).logits.float().numpy()
-        assert_close(parity.logits(model, case["tokens"], *parity.given(case)), want, 1e-4)
-
-    # --- rows, packing, caches, devices ---
-
-    @pytest.mark.full
-    def test_rows_of_inputs_and_padding_change_nothing(self, name, made):
-        case, _, model = made(name)
-        inputs = self.by_row(name, case, 0, 1, 2)
-        got = parity.logits(model, case["tokens"], inputs.get("images"), inputs.get("audio"))
-        assert_close(got, case["logits"], 1e-4)
-
-    @pytest.mark.full
-    def test_packed_equals_separate(self, name, exact):
-        """All rows as documents of one row, with padding of the ids of placeholders behind."""
-        case, _, model = exact(name)
-        row = np.append(case["tokens"].reshape(-1), [AUDIO, IMAGE, 3]).astype(np.int32)[None]
-        row[0, -3:] = 0
-        segments = np.repeat(np.array([1, 2, 3, 0], np.int32), [SEQ, SEQ, SEQ, 3])[None]
-        got = _logits(model, row, segments, *parity.given(case))[0, : 3 * SEQ]
-        assert_close(got, _logits(model, case["tokens"], None, *parity.given(case)).reshape(3 * SEQ, -1), CLOSE)
-
-    @pytest.mark.full
-    def test_prefill_and_decode_equal_the_full_pass(self, name, exact):
-        """Prompts of different lengths with all of their images and sound, then token by token."""
-        case, _, model = exact(name)
-        rows, (images, audio) = case["tokens"], parity.given(case)
-        want, done = _logits(model, rows, None, images, audio), np.zeros(3, int)
-        got, cache = np.zeros_like(want), model.init_cache(3, SEQ, dtype=_dtype(model), rope_length=SEQ)
-        for new in [(44, 38, 20), *[(1, 1, 1)] * 4, *[(0, 1, 1)] * 6, *[(0, 0, 1)] * 18]:
-            at = np.minimum(done[:, None] + np.arange(max(new)), SEQ - 1)
-            valid = np.arange(max(new)) < np.array(new)[:, None]
-            seen = parity._given(images, audio) if new[0] == 44 else {}
-            logits, cache = step(model, np.where(valid, np.take_along_axis(rows, at, 1), 0), valid, cache, seen)
-            for row, n in enumerate(new):
-                got[row, done[row] : done[row] + n] = np.asarray(logits)[row, :n]
-            done += new
-        assert list(done) == [SEQ] * 3
-        assert_close(got, want, CLOSE)
-
-    @pytest.mark.full
-    def test_eight_devices_equal_one(self, exact):
-        """Read onto data x fsdp x tensor by the rules; each device has the images and clips of its rows."""
-        name = next(iter(self.cases))
-        case, directory, model = exact(name)
-        layout = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), self.rules)
-        spread = maxlib.from_pretrained(directory, layout=layout, dtype=_dtype(model))
-        order = [0, 1, 2, 1, 0, 2, 1, 0]
-        with sharding.use(layout):
-            got = _logits(spread, case["tokens"][order], **self.by_row(name, case, *order))
-        assert_close(got, _logits(model, case["tokens"], None, *parity.given(case))[order], CLOSE)
 
     @pytest.mark.full
     def test_greedy_text_is_that_of_transformers(self, name, made):
@@ -239,9 +164,6 @@ class TestQwen3Omni(Conformance):
             want = theirs.generate(ids, **parity.seen(case, ids, theirs.dtype), **options)[:, SEQ:].tolist()
         ours = inference.Generator(model, dtype=jnp.float32)
         assert ours.generate(case["tokens"].tolist(), images=images, audio=audio, max_new_tokens=8) == want
-
-
-transformers_cases = TestQwen3Omni.transformers_cases
 
 
 @pytest.mark.parametrize("name", CASES)

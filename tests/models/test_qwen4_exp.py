@@ -133,10 +133,6 @@ class TestQwen4ExpImages(ImageConformance):
     test_export_is_what_was_read = TestQwen4Exp.test_export_is_what_was_read
 
 
-def transformers_cases():
-    return TestQwen4Exp.transformers_cases() | TestQwen4ExpImages.transformers_cases()
-
-
 def test_other_hashes_are_refused(tmp_path):
     case = parity.golden("qwen4_exp")["every_kind"]
     name = "model.layers.1.ple.ple_embedding.layer_multipliers"

@@ -1,15 +1,13 @@
 """Seed-OSS against transformers: separate options for the biases of attention and output."""
 
-from tests.models.conformance import BASE, Conformance
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
+from tests.models.conformance import BASE, NO_TOKENS, YARN, Conformance
 
 
 class TestSeedOss(Conformance):
     family = "seed_oss"
     config = "SeedOssConfig"
     # transformers gives the padding token's row no gradient.
-    base = BASE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    base = BASE | NO_TOKENS
     cases = {
         "biases": {"head_dim": 10, "vocab_size": 53},
         "other_biases_tied": {
@@ -26,8 +24,3 @@ class TestSeedOss(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 3}
-    presets = {"seed-oss-36b": 36.15}
-
-
-transformers_cases = TestSeedOss.transformers_cases

@@ -5,13 +5,10 @@ import pytest
 from maxlib.models import smollm3
 from maxlib.weights import HFConfig
 from tests.models import conformance
-from tests.models.conformance import Conformance
+from tests.models.conformance import NO_TOKENS, YARN, Conformance
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 16}
-BASE = conformance.BASE | dict.fromkeys(
-    ("bos_token_id", "eos_token_id", "pad_token_id")
-)  # transformers' own lies outside of this vocabulary
+BASE = conformance.BASE | NO_TOKENS  # transformers' own lies outside of this vocabulary
 
 
 class TestSmolLM3(Conformance):
@@ -44,15 +41,7 @@ class TestSmolLM3(Conformance):
         "rms_norm_eps": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {
-        "use_sliding_window": False,  # but layer_types has some that slide
-        "no_rope_layers": [1, 0, 1],  # for four layers
-        "num_hidden_layers": 5,
-    }
-    presets = {"smollm3-3b": 3.075}
-
-
-transformers_cases = TestSmolLM3.transformers_cases
+    refused = {"use_sliding_window": False, "no_rope_layers": [1, 0, 1]}
 
 
 @pytest.mark.full

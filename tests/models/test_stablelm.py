@@ -20,7 +20,3 @@ class TestStableLM(Conformance):
         },
     }
     matters = {"layer_norm_eps": 0.1, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
-    presets = {"stablelm-3b-4e1t": 2.7954, "stablelm-2-1.6b": 1.6445, "stablelm-2-12b": 12.143}
-
-
-transformers_cases = TestStableLM.transformers_cases

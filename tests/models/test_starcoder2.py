@@ -19,8 +19,3 @@ class TestStarCoder2(Conformance):
         "norm_epsilon": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
-    refused = Conformance.refused | {"norm_type": "rms_norm"}
-    presets = {"starcoder2-3b": 3.0304, "starcoder2-7b": 7.1739, "starcoder2-15b": 15.9579}
-
-
-transformers_cases = TestStarCoder2.transformers_cases

@@ -31,16 +31,6 @@ class TestWhisper(EncoderDecoderConformance):
     }
     cases = {"whisper": {}}
     matters = {"decoder_attention_heads": 2, "encoder_attention_heads": 4}
-    refused = {"activation_function": "relu", "scale_embedding": True, "attn_logit_softcapping": 50.0}
-    presets = {
-        "whisper-tiny": 0.038,
-        "whisper-base": 0.073,
-        "whisper-small": 0.242,
-        "whisper-medium": 0.764,
-        "whisper-large-v2": 1.543,
-        "whisper-large-v3": 1.543,
-        "whisper-large-v3-turbo": 0.809,
-    }
 
     def test_clips_that_do_not_fit_are_named(self, made):
         case, _, model = made("whisper")
@@ -51,6 +41,3 @@ class TestWhisper(EncoderDecoderConformance):
             model(jnp.asarray(case["tokens"]), audio=clips.frames)
         with pytest.raises(ValueError, match="40 learned positions"):
             model.init_cache(2, 41)
-
-
-transformers_cases = TestWhisper.transformers_cases

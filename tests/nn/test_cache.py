@@ -11,7 +11,7 @@ import pytest
 from maxlib import nn, ops
 from maxlib.nn.cache import LatentCache, QuantizedCache, kv_cache, make_rewindable, put_rows
 from maxlib.ops._attention import splash
-from maxlib.ops._attention.reference import reference
+from tests.ops.attention.kernels import by_name, reference
 
 B, T, K, H = 2, 3, 2, 4
 # By how much a number differs once rounded, as a part of the largest beside it.
@@ -49,20 +49,6 @@ def test_each_token_and_head_is_rounded_by_its_own_scale(dtype, ring):
     for scales, want in ((cache.scales.k, given[0]), (cache.scales.v, given[1])):
         stored = np.asarray(scales)[:, :T, :, 0] * float(127 if dtype == "int8" else jnp.finfo(dtype).max)
         np.testing.assert_allclose(stored, np.abs(np.asarray(want)).max(axis=-1), rtol=0.02)
-
-
-def test_rows_are_put_behind_what_there_is():
-    cache = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32)
-    keys, values = sized()
-    _, got_keys, got_values, _, _ = extended(cache, keys, values, first=4)
-    for got, want in ((got_keys, keys), (got_values, values)):
-        np.testing.assert_array_equal(got[:, 4:7], want)
-        assert not np.asarray(got[:, :4]).any() and not np.asarray(got[:, 7:]).any()
-    full = kv_cache(B, T, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32)
-    extended(full, keys, values)  # just fits
-    small = kv_cache(B, T - 1, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32)
-    with pytest.raises(ValueError, match="3 new tokens do not fit a cache of capacity 2"):
-        extended(small, keys, values)
 
 
 def test_a_cache_that_is_known_to_be_empty_is_written_without_reading_it():
@@ -192,5 +178,5 @@ def test_the_kernel_of_tpus_prefills_a_ring(mask):
     (keys, values, start, end), hint = with_cache(mask, 5)
     q = jnp.asarray(np.random.default_rng(4).normal(size=(3, 5, 2, 8)), jnp.float32)
     options = {"k_start": start, "k_end": end, "scale": 0.5}
-    got, _ = splash.splash(q, keys, values, mask_hint=hint, interpret=True, **options)
+    got, _ = by_name(splash.splash, interpret=True)(q, keys, values, mask_hint=hint, **options)
     np.testing.assert_allclose(got, reference(q, keys, values, **options)[0], atol=1e-5)

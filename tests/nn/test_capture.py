@@ -1,12 +1,12 @@
 """Values are read and replaced by name: against transformers, in scans, under remat and in generation."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -14,6 +14,8 @@ import maxlib
 from maxlib import inference, nn, ops, sharding
 from maxlib.models import gemma2, llama
 from tests.nn import transformer_lens
+from tests.nn.tiny import filled
+from tests.training.tiny import QUICKLY
 
 LAYERS, HEADS = 4, 4
 
@@ -22,7 +24,7 @@ LAYERS, HEADS = 4, 4
 def model():
     sizes = {"num_layers": LAYERS, "num_heads": HEADS, "num_kv_heads": 2, "head_dim": 8}
     cfg = llama.Config(vocab=64, dim=32, mlp_dim=48, rope=ops.Rope(8, max_length=64), **sizes)
-    return llama.Llama(cfg, rngs=nnx.Rngs(0))
+    return filled(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +32,19 @@ def tokens():
     return jax.random.randint(jax.random.key(0), (2, 12), 0, 64)
 
 
+@functools.partial(jax.jit, compiler_options=QUICKLY)
 def hidden(model, tokens):
     return model(tokens, dtype=jnp.float32).hidden
 
 
+def captured(model, names, tokens, *, layers=None, **inputs):
+    """The values of a compiled call."""
+    run = lambda model, tokens: nn.capture(model, names, layers=layers)(tokens, dtype=jnp.float32, **inputs)[1]
+    return jax.jit(run, compiler_options=QUICKLY)(model, tokens)
+
+
 def test_captured_values_are_those_of_transformers(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=4)
     theirs = transformers.GPT2LMHeadModel(config).eval()
     theirs.set_attn_implementation("eager")
@@ -53,7 +63,7 @@ def test_captured_values_are_those_of_transformers(tmp_path):
     with torch.no_grad():
         out = theirs(torch.tensor(rows), output_hidden_states=True, output_attentions=True)
     names = ["resid_pre", "attn", "mlp", "heads", "attention_pattern"]
-    _, values = nn.capture(ours, names)(jnp.asarray(rows), dtype=jnp.float32)
+    values = captured(ours, names, jnp.asarray(rows))
     values["heads"] = values["heads"].reshape(3, 2, 12, 32)
     # transformers' last hidden state is after the final norm, so it is no layer's input.
     expected = {name: np.stack(rows) for name, rows in hooked.items()}
@@ -64,10 +74,11 @@ def test_captured_values_are_those_of_transformers(tmp_path):
 
 def test_values_and_a_patching_grid_are_those_of_transformer_lens(tmp_path):
     golden = np.load(transformer_lens.GOLDEN)
+    pytest.importorskip("torch")
     transformer_lens.hugging_face().save_pretrained(tmp_path)
     model = maxlib.from_pretrained(tmp_path, dtype=jnp.float32)
     names = list(transformer_lens.HOOKS)
-    _, values = nn.capture(model, names)(jnp.asarray(golden["clean"]), dtype=jnp.float32)
+    values = captured(model, names, jnp.asarray(golden["clean"]))
     for name in names:
         theirs = golden[name]
         if name == "attention_pattern":
@@ -87,14 +98,11 @@ def test_values_and_a_patching_grid_are_those_of_transformer_lens(tmp_path):
 
 
 def test_scanned_layers_report_what_separate_ones_do(model, tokens):
-    @jax.jit
-    def run(model, tokens):
-        return nn.capture(model, ["resid_mid", "gate"], layers=[3, 1])(tokens, dtype=jnp.float32, remat="full")[1]
-
-    every = nn.capture(model, ["resid_mid", "gate"])(tokens, dtype=jnp.float32)[1]
-    expected = jax.tree.map(lambda x: x[np.array([3, 1])], every)
-    chex.assert_trees_all_close(run(model, tokens), expected, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(run(nn.unstack(model), tokens), expected, rtol=1e-5, atol=1e-6)
+    names = ["resid_mid", "gate"]
+    expected = jax.tree.map(lambda x: x[np.array([3, 1])], captured(model, names, tokens))
+    for one in (model, nn.unstack(model)):
+        found = captured(one, names, tokens, layers=[3, 1], remat="full")
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_layers_of_two_kinds_are_captured_in_order(tokens):
@@ -102,9 +110,9 @@ def test_layers_of_two_kinds_are_captured_in_order(tokens):
     cfg = gemma2.Config(
         vocab=64, dim=32, mlp_dim=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, window=4, rope=rope
     )
-    model = gemma2.Gemma2(cfg, rngs=nnx.Rngs(0))
+    model = filled(lambda: gemma2.Gemma2(cfg, rngs=nnx.Rngs(0)))
     names = ["resid_pre", "attention_pattern"]
-    scanned, separate = (nn.capture(m, names)(tokens, dtype=jnp.float32)[1] for m in (model, nn.unstack(model)))
+    scanned, separate = (captured(one, names, tokens) for one in (model, nn.unstack(model)))
     chex.assert_trees_all_close(scanned, separate, rtol=1e-5, atol=1e-5)
 
 
@@ -132,8 +140,7 @@ def test_a_capture_stores_the_captured_layers_only(model, tokens):
 
 def test_a_patch_that_changes_nothing_changes_no_bit(model, tokens):
     same = nn.patch(model, {name: lambda x, layer: x for name in ("resid_pre", "heads", "mlp")})
-    run = jax.jit(hidden)
-    assert np.array_equal(run(same, tokens), run(model, tokens))
+    assert np.array_equal(hidden(same, tokens), hidden(model, tokens))
 
 
 def test_a_patch_is_an_edit_of_the_weights_also_in_generation(model, tokens):
@@ -149,19 +156,21 @@ def test_a_patch_is_an_edit_of_the_weights_also_in_generation(model, tokens):
 
 def test_only_the_patched_layer_and_position_change(model, tokens):
     patched = nn.patch(model, {"resid_pre": lambda x, layer: x.at[:, 5].add(1.0)}, layers=2)
-    before, after = (nn.capture(m, "resid_pre")(tokens, dtype=jnp.float32)[1]["resid_pre"] for m in (model, patched))
+    before, after = (captured(one, "resid_pre", tokens)["resid_pre"] for one in (model, patched))
     changed = np.abs(np.asarray(after - before)).max(axis=(1, 3)) > 1e-4  # L T
     assert not changed[:2].any() and changed[2].tolist() == [t == 5 for t in range(12)] and not changed[3, :5].any()
 
 
 def test_the_gradient_to_a_value_is_the_finite_difference(model, tokens):
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.value_and_grad
     def result(delta):
         shifted = nn.patch(model, {"resid_post": lambda x, layer: x + delta[layer]})
         return jnp.sin(shifted(tokens, dtype=jnp.float32, remat="full").hidden).sum()
 
-    gradient = jax.grad(result)(jnp.zeros((LAYERS, 2, 12, 32)))
+    _, gradient = result(jnp.zeros((LAYERS, 2, 12, 32)))
     step = jnp.zeros((LAYERS, 2, 12, 32)).at[1, 0, 3].set(jax.random.normal(jax.random.key(1), (32,)))
-    slope = (result(1e-2 * step) - result(-1e-2 * step)) / 2e-2
+    slope = (result(1e-2 * step)[0] - result(-1e-2 * step)[0]) / 2e-2
     np.testing.assert_allclose(jnp.vdot(gradient, step), slope, rtol=2e-3)
 
 
@@ -169,7 +178,7 @@ def test_packed_rows_and_a_mesh(model, tokens):
     segments = jnp.array([[1] * 5 + [2] * 7, [1] * 12])
     run = jax.jit(lambda m, t, s: nn.capture(m, "heads")(t, segment_ids=s, dtype=jnp.float32)[1]["heads"])
     packed = run(model, tokens, segments)
-    alone = nn.capture(model, "heads")(tokens[:1, 5:], dtype=jnp.float32)[1]["heads"]
+    alone = captured(model, "heads", tokens[:1, 5:])["heads"]
     np.testing.assert_allclose(packed[:, :1, 5:], alone, atol=1e-5)
     mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     layout = sharding.Layout(mesh, sharding.FSDP | sharding.TP)

@@ -62,7 +62,7 @@ def test_each_placeholder_gets_its_vector(rows):
         reader = AudioInput(lambda clips, **_: clips.frames, token=1, frame_dim=5, num_tokens=lambda lengths: lengths)
         x = jnp.zeros((*is_audio.shape, 5))
         clips = Clips(vectors, counts)
-        return reader.embed(x, is_audio.astype(int), clips, valid=None, dtype=x.dtype, remat=None)[0]
+        return reader.embed(x, is_audio.astype(int), clips, nn.InputCall(None, None, None, None, x.dtype, None))[0]
 
     got = np.asarray(take(jnp.asarray(is_audio), jnp.asarray(vectors), jnp.asarray(counts)))
     want = [vectors[row, clip, n] for row in range(rows) for clip in range(3) for n in range(counts[row, clip])]

@@ -1,5 +1,6 @@
 """Cross-attention and position biases against the formulas, packed, padded, cached and on eight devices."""
 
+import functools
 import math
 
 import jax
@@ -9,12 +10,19 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, ops, sharding
+from tests.training.tiny import QUICKLY
 
 B, T, S, D, N, H = 2, 6, 7, 16, 4, 8
 
 
 def arrays(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+
+
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def run(layer, x, cache=None, **context):
+    """The layer's results and cache; `context` has the arrays of `nn.make_context`."""
+    return layer(x, nn.make_context(*x.shape[:2], **context), cache)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +44,12 @@ def test_documents_attend_to_their_own_source(cross):
     """Packed and padded on both sides, in different places."""
     x, source = arrays(1, 9, D), arrays(1, 11, 12, seed=1)
     ids, source_ids = np.array([[0, 1, 1, 1, 2, 2, 3, 0, 0]]), np.array([[1, 1, 0, 2, 2, 2, 2, 0, 3, 3, 0]])
-    ctx = nn.make_context(
-        1, 9, segment_ids=jnp.asarray(ids), encoded=nn.Encoded(jnp.asarray(source), jnp.asarray(source_ids))
-    )
-    got, _ = cross(jnp.asarray(x), ctx)
+    context = {"segment_ids": jnp.asarray(ids), "encoded": nn.Encoded(jnp.asarray(source), jnp.asarray(source_ids))}
+    got, _ = run(cross, x, **context)
     for document in (1, 2, 3):
         want = formula(cross, x[ids == document], source[source_ids == document])
         np.testing.assert_allclose(got[ids == document], want, atol=1e-5)
-    start, end = ctx.encoded_interval
+    start, end = jax.jit(lambda context: nn.make_context(1, 9, **context).encoded_interval)(context)
     assert (np.diff(start) >= 0).all() and (np.diff(end) >= 0).all()  # transposed intervals exist
     assert (start == end)[ids == 0].all()
 
@@ -52,11 +58,9 @@ def test_cached_equals_uncached(cross):
     """Sources with padding on the left and on the right; after the first call only the cache is needed."""
     x, source = jnp.asarray(arrays(B, T, D)), jnp.asarray(arrays(B, S, 12, seed=1))
     encoded = nn.Encoded(source, jnp.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]]))
-    want, _ = cross(x, nn.make_context(B, T, encoded=encoded))
-    first, cache = cross(
-        jnp.asarray(x[:, :4]), nn.make_context(B, 4, encoded=encoded), cross.init_cache(B, T, jnp.float32)
-    )
-    second, cache = cross(jnp.asarray(x[:, 4:]), nn.make_context(B, 2), cache)
+    want, _ = run(cross, x, encoded=encoded)
+    first, cache = run(cross, x[:, :4], cross.init_cache(B, T, jnp.float32), encoded=encoded)
+    second, cache = run(cross, x[:, 4:], cache)
     np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), want, atol=1e-5)
     np.testing.assert_allclose(want[0], formula(cross, x[0], source[0, 2:]), atol=1e-5)
 
@@ -64,15 +68,12 @@ def test_cached_equals_uncached(cross):
 def test_eight_devices_equal_one(cross):
     """Over rows, and over the tokens of both sequences; this one's length does not divide."""
     x, source = jnp.asarray(arrays(4, 8, D)), jnp.asarray(arrays(4, 7, 12, seed=1))
-
-    def run(x, source):
-        return cross(x, nn.make_context(4, 8, encoded=nn.Encoded(source)))[0]
-
-    want = run(x, source)
+    encoded = nn.Encoded(source)
+    want, _ = run(cross, x, encoded=encoded)
     for strategy in (sharding.FSDP_TP, sharding.FSDP | sharding.CP_GATHER, sharding.FSDP | sharding.CP_RING):
         axis = "tensor" if strategy == sharding.FSDP_TP else "context"
         with sharding.use(sharding.Layout(sharding.make_mesh(data=2, fsdp=2, **{axis: 2}), strategy)):
-            np.testing.assert_allclose(jax.jit(run)(x, source), want, atol=1e-5)
+            np.testing.assert_allclose(run(cross, x, encoded=encoded)[0], want, atol=1e-5)
 
 
 def test_missing_and_wrong_outputs_of_an_encoder_are_named(cross):
@@ -104,23 +105,28 @@ def test_sources_that_do_not_fit_are_named():
 @pytest.mark.parametrize("make", [lambda: nn.ALiBi(N), lambda: nn.RelativeBias(N, rngs=nnx.Rngs(0))])
 def test_position_biases_are_added_to_the_scores(make):
     """Whole, packed and with a cache in rows of different lengths."""
-    bias, x = make(), jnp.asarray(arrays(B, T, D))
-    attn = nn.Attention(D, num_heads=N, head_dim=H, rngs=nnx.Rngs(0))
-    whole, _ = attn(x, nn.make_context(B, T, position_bias=bias))
-    q, k, v = attn.project(x, nn.make_context(B, T))
-    scores = np.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(H) + bias(jnp.arange(T)[None], jnp.arange(T))
-    p = np.asarray(jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)))
-    np.testing.assert_allclose(whole, attn.o(jnp.einsum("BNTS,BSNH->BTNH", p, v)), atol=1e-5)
-    packed, _ = attn(
-        x.reshape(1, -1, D),
-        nn.make_context(1, B * T, segment_ids=jnp.repeat(jnp.array([[1, 2]]), T, 1), position_bias=bias),
-    )
-    np.testing.assert_allclose(packed.reshape(B, T, D), whole, atol=1e-5)
-    cache = nn.cache.Cache(attn.init_cache(B, T, jnp.float32), jnp.zeros(B, jnp.int32))
-    ctx = nn.make_context(B, 4, valid=jnp.arange(4)[None] < jnp.array([[4], [2]]), cache=cache, position_bias=bias)
-    _, layer = attn(x[:, :4], ctx, cache.layers)
-    cache = cache.advanced(layer, ctx)
-    rest, _ = attn(jnp.stack([x[0, 4:], x[1, 2:4]]), nn.make_context(B, 2, cache=cache, position_bias=bias), layer)
+    x, attn = jnp.asarray(arrays(B, T, D)), nn.Attention(D, num_heads=N, head_dim=H, rngs=nnx.Rngs(0))
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def results(attn, x):
+        bias = make()
+        whole, _ = attn(x, nn.make_context(B, T, position_bias=bias))
+        ids = jnp.repeat(jnp.array([[1, 2]]), T, 1)
+        packed, _ = attn(x.reshape(1, -1, D), nn.make_context(1, B * T, segment_ids=ids, position_bias=bias))
+        cache = nn.cache.Cache(attn.init_cache(B, T, jnp.float32), jnp.zeros(B, jnp.int32))
+        valid = jnp.arange(4)[None] < jnp.array([[4], [2]])
+        ctx = nn.make_context(B, 4, valid=valid, cache=cache, position_bias=bias)
+        _, layer = attn(x[:, :4], ctx, cache.layers)
+        cache = cache.advanced(layer, ctx)
+        rest, _ = attn(jnp.stack([x[0, 4:], x[1, 2:4]]), nn.make_context(B, 2, cache=cache, position_bias=bias), layer)
+        q, k, v = attn.project(x, nn.make_context(B, T))
+        scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(H) + bias(jnp.arange(T)[None], jnp.arange(T))
+        p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf))
+        return whole, attn.o(jnp.einsum("BNTS,BSNH->BTNH", p, v)), packed.reshape(B, T, D), rest
+
+    whole, want, packed, rest = results(attn, x)
+    np.testing.assert_allclose(whole, want, atol=1e-5)
+    np.testing.assert_allclose(packed, whole, atol=1e-5)
     np.testing.assert_allclose(rest[0], whole[0, 4:], atol=1e-5)
     np.testing.assert_allclose(rest[1], whole[1, 2:4], atol=1e-5)
 

@@ -9,8 +9,6 @@ from flax import nnx
 
 from maxlib import nn, quantization, sharding, training
 from maxlib.nn.sites import unknown
-from maxlib.nn.stack import layer_axis, map_layers
-from maxlib.nn.stack._storage import with_layer_axis, without_layer_axis
 from maxlib.training._offload import _groups
 from maxlib.training._optimizers import muon_dimensions
 from tests.training.stacked import Layer, abstract_model
@@ -69,16 +67,6 @@ def test_a_stack_inside_a_layer_has_two_axes_and_one_pattern():
     assert nn.tree.axes(layer)["blocks.groups.0.0.count"] == ("layers",)
     alone = jax.eval_shape(lambda model: model.layers[1].blocks[0], model)
     assert jax.tree.structure(alone) == jax.tree.structure(jax.eval_shape(lambda: Layer(rngs=nnx.Rngs(0))))
-
-
-def test_names_come_and_go_without_a_trace():
-    layer = jax.eval_shape(lambda: Layer(rngs=nnx.Rngs(0)))
-    stacked = jax.eval_shape(lambda layer: jax.vmap(lambda _: Layer(rngs=nnx.Rngs(0)))(jnp.arange(3)), layer)
-    named = with_layer_axis(stacked, "layers")
-    assert layer_axis(named) == "layers" and layer_axis(layer) is None
-    assert jax.tree.structure(without_layer_axis(named)) == jax.tree.structure(layer)
-    double = jax.eval_shape(lambda named: map_layers(lambda one: jax.tree.map(lambda a: 2 * a, one), named), named)
-    assert jax.tree.structure(double) == jax.tree.structure(named)
 
 
 def test_optimizers_count_the_dimensions_of_one_layer():

@@ -189,7 +189,6 @@ def test_summary_counts_what_is_there():
 @pytest.mark.parametrize(
     ("spec", "x", "w"),
     [
-        ("...D,NHD->...NH", (2, 7, 5), (3, 4, 5)),
         ("...NH,DNH->...D", (2, 7, 3, 4), (5, 3, 4)),
         ("...NH,NHD->...D", (2, 3, 4), (3, 4, 5)),
         ("IaC,aCD->ID", (2, 3, 4), (3, 4, 5)),

@@ -33,7 +33,7 @@ from tests.nn.experts import (
 
 def test_equals_the_definition_in_float64():
     layer, x, ctx = moe(bias=True), inputs(), lengths(7, 4, 0, 1)
-    close(call(layer, x, ctx)[0], in_float64(layer, x, np.asarray(ctx.valid))[0])
+    close(call(layer, x, ctx)[0], in_float64(layer, x, np.asarray(ctx.valid)))
 
 
 def test_a_batch_without_rows_is_refused():
@@ -56,16 +56,14 @@ VARIANTS["all"] = VARIANTS["biases, shared"] | VARIANTS["weights on the input, m
 @pytest.mark.parametrize(
     "name", ["all", *(pytest.param(name, marks=pytest.mark.full) for name in VARIANTS if name != "all")]
 )
-def test_every_dispatch_equals_the_loop(name):
+def test_it_equals_the_loop(name):
     """Values and gradients."""
     options, x, ctx = VARIANTS[name], inputs(), lengths(7, 4, 0, 1)
     if options.get("shared"):
         options = options | {"shared": filled(lambda: nn.GatedMLP(DIM, 5, rngs=nnx.Rngs(0)), seed=1)}
     layer = moe(**options)
     want = value_and_gradients(lambda layer, x: layer.reference(x, ctx), layer, x)
-    for capacity_factor in (None, 3.0):
-        layer.capacity_factor = capacity_factor
-        close(value_and_gradients(lambda layer, x: layer(x, ctx)[0], layer, x), want)
+    close(value_and_gradients(lambda layer, x: layer(x, ctx)[0], layer, x), want)
 
 
 def test_bfloat16_routes_in_float32():
@@ -76,7 +74,7 @@ def test_bfloat16_routes_in_float32():
     low, exact = route(layer.router, x), route(layer.router, x.astype(jnp.float32))
     assert low.weights.dtype == low.logits.dtype == jnp.float32
     np.testing.assert_array_equal(low.experts, exact.experts)
-    close(y.astype(jnp.float32), in_float64(layer, x.astype(jnp.float32))[0], tol=0.03)
+    close(y.astype(jnp.float32), in_float64(layer, x.astype(jnp.float32)), tol=0.03)
 
 
 def test_padding_neither_routes_nor_counts():
@@ -94,39 +92,17 @@ def test_padding_neither_routes_nor_counts():
 
 
 def test_all_padding_is_finite():
-    layer, ctx = moe(losses=LOSSES, capacity_factor=1.0), lengths(0, 0, 0, 0)
+    layer, ctx = moe(losses=LOSSES), lengths(0, 0, 0, 0)
     got = call(layer, inputs(), ctx), value_and_gradients(lambda m, x: m(x, ctx)[0], layer, inputs())
     (y, aux), grads = jax.device_get(got)
     assert not y.any() and all(np.isfinite(v).all() for v in aux.values())
     assert all(not g.any() for g in jax.tree.leaves(grads))
 
 
-def test_capacity_drops_who_comes_later_in_the_row():
-    layer, x, ctx = moe(capacity_factor=0.7), inputs(T=40), lengths(40, 23, 0, 9, T=40)
-    capacity = layer.capacity(40)
-    assert capacity == -(-0.7 * 40 * X // E)
-    valid = np.asarray(ctx.valid)
-    want, dropped = in_float64(layer, x, valid, capacity)
-    y, aux = call(layer, x, ctx)
-    close(y, want)
-    assert dropped > 0
-    np.testing.assert_allclose(aux["moe/dropped"], dropped / (valid.sum() * X), rtol=1e-6)
-
-
-def test_capacity_is_causal_and_keeps_rows_apart():
-    layer, x = moe(capacity_factor=0.7, bias=True), inputs(T=40)
-    changed = np.array(x)
-    changed[:, 20:] += 1.0
-    changed[1] += 1.0
-    y, y_changed = (np.asarray(call(layer, each)[0]) for each in (x, changed))
-    np.testing.assert_array_equal(y[0, :20], y_changed[0, :20])
-    assert (y[0, 20:] != y_changed[0, 20:]).any()
-
-
 DISPATCHES = [
     dispatch.dropless,
     functools.partial(dispatch.dropless, tile=4),
-    functools.partial(dispatch.padded, capacity=2),
+    functools.partial(dispatch.padded, capacity=4),
 ]
 
 
@@ -136,9 +112,9 @@ def test_dispatch_and_its_gradient_are_gathers(make):
     plan = jax.jit(make, static_argnums=2)(np.array([[0, 1], [1, 2], [2, 1], [1, 0]]), np.ones(4, bool), 3)
     there_and_back = lambda x: dispatch.combine(dispatch.spread(x, plan), plan)
     pulled = lambda d: jax.vjp(there_and_back, d)[1](d)[0]
-    x, kept = np.ones((4, 5), np.float32), plan.computed.sum(axis=1)[:, None]
-    np.testing.assert_array_equal(jax.jit(there_and_back)(x), x * kept)
-    np.testing.assert_array_equal(jax.jit(pulled)(x), x * kept)
+    x = np.ones((4, 5), np.float32)
+    np.testing.assert_array_equal(jax.jit(there_and_back)(x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(pulled)(x), 2 * x)
     assert "scatter" not in str(jax.make_jaxpr(pulled)(x))
 
 
@@ -162,7 +138,6 @@ def test_load_counts_choices():
     _, aux = call(layer, x, ctx)
     chosen = np.asarray(jax.jit(lambda layer, x: layer.router(x))(layer, x).experts)[np.asarray(ctx.valid)]
     np.testing.assert_allclose(aux["moe/load"], np.bincount(chosen.ravel(), minlength=E) / chosen.size, rtol=1e-6)
-    assert "moe/dropped" not in aux
 
 
 def test_losses_equal_their_formulas():
@@ -208,14 +183,6 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
     np.testing.assert_allclose(found["packed"], found["rows"], rtol=1e-5)
     if isinstance(loss, nn.router.SequenceBalance):
         np.testing.assert_allclose(found["packed"], np.mean(found["alone"]), rtol=1e-5)
-
-
-def test_balanced_routing_costs_the_weight():
-    parts = np.arange(8).reshape(2, 2, 2), *(np.full((2, 2, n), x, np.float32) for n, x in ((2, 1), (8, 0), (8, 1 / 8)))
-    flat = nn.router.Routing(*map(jnp.asarray, parts))
-    losses = nn.router.SwitchBalance(0.5), nn.router.SequenceBalance(0.5)
-    for found in jax.jit(lambda flat: [loss(flat, None) for loss in losses])(flat):
-        np.testing.assert_allclose(found, 0.5, rtol=1e-6)
 
 
 # ExpertBias without a loss

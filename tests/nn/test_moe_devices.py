@@ -13,11 +13,6 @@ from maxlib import nn, sharding
 from maxlib.nn.experts import _parallel as exchange
 from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, moe, value_and_gradients
 
-MESHES = {
-    "dropless": (dict(data=2, fsdp=2, tensor=2), None, "EIO"),
-    "with a capacity": (dict(fsdp=4, tensor=2), 0.8, "EOI"),
-}
-
 
 def loss_and_gradients(layer, x, valid):
     trainable, rest = nn.partition(layer)
@@ -29,11 +24,9 @@ def loss_and_gradients(layer, x, valid):
     return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(trainable, x))
 
 
-@pytest.mark.parametrize("name", [pytest.param("dropless", marks=pytest.mark.full), "with a capacity"])
-def test_eight_devices_equal_one(name):
-    degrees, capacity_factor, weight_order = MESHES[name]
-    spread, x = sharding.Layout(sharding.make_mesh(**degrees), sharding.FSDP_TP), inputs(B=8)
-    layer = moe(bias=True, losses=LOSSES, capacity_factor=capacity_factor, weight_order=weight_order)
+def test_eight_devices_equal_one():
+    spread = sharding.Layout(sharding.make_mesh(data=2, fsdp=2, tensor=2), sharding.FSDP_TP)
+    layer, x = moe(bias=True, losses=LOSSES, weight_order="EIO"), inputs(B=8)
     valid = jnp.arange(7)[None] < jnp.arange(8)[:, None]
     want = loss_and_gradients(layer, x, valid)
     with sharding.use(spread):
@@ -49,14 +42,11 @@ SPLIT_EXPERTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "capacity_factor"),
-    [  # without one: below, too
-        ("two on each device", 8 / X),
-        *(pytest.param(name, c, marks=pytest.mark.full) for name in SPLIT_EXPERTS for c in (None, 8 / X)),
-    ],
+    "name",
+    [pytest.param(name, marks=() if name == "two on each device" else pytest.mark.full) for name in SPLIT_EXPERTS],
 )
-def test_experts_split_over_devices_equal_the_loop(name, capacity_factor):
-    """Values and gradients, dropless and with room for all."""
+def test_experts_split_over_devices_equal_the_loop(name):
+    """Values and gradients."""
     degrees, rules, part = SPLIT_EXPERTS[name]
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
     mesh, x, valid = sharding.make_mesh(**degrees), inputs(B=8), np.arange(7)[None] < np.arange(8)[:, None]
@@ -65,7 +55,6 @@ def test_experts_split_over_devices_equal_the_loop(name, capacity_factor):
     layout = sharding.Layout(mesh, rules)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
     assert split.gate.w[...].addressable_shards[0].data.shape == part
-    split.capacity_factor = capacity_factor
     with sharding.use(layout):
         got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
     close(jax.device_get(got), want)
@@ -180,7 +169,7 @@ def test_what_does_not_divide_stays_whole(B, degrees):
     assert MLP % 8
     with sharding.use(sharding.Layout(sharding.make_mesh(**degrees), sharding.TP)):
         got = call(layer, x)
-    close(jax.device_get(got[0]), in_float64(layer, x)[0])
+    close(jax.device_get(got[0]), in_float64(layer, x))
 
 
 def test_no_activations_cross_the_data_axis():
@@ -210,12 +199,9 @@ def test_each_device_sums_the_gradient_of_biases_of_its_own_tokens():
     assert (f"8x{DIM}", f"1x{DIM}") in scattered
 
 
-@pytest.mark.parametrize("capacity_factor", [None, pytest.param(2.0, marks=pytest.mark.full)])
-def test_tokens_travel_to_their_experts(capacity_factor):
-    """No expert's weights move, nor more tokens than one device has: dropless they go in as many turns as there are
-    devices.
-    """
-    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), capacity_factor=capacity_factor)
+def test_tokens_travel_to_their_experts():
+    """No expert's weights move, nor more tokens than one device has: they go in as many turns as there are devices."""
+    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)))
     mesh, x = sharding.make_mesh(expert=8), inputs(B=8, T=16)
     layout = sharding.Layout(mesh, sharding.EP | {"embed": None})
     layer = jax.device_put(layer, sharding.shardings(layer, layout))

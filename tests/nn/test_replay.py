@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 
 import maxlib
 from maxlib import nn, post_training, sharding
 from tests.models.conformance import BASE
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 E, X, LAYERS = 6, 3, 3
 EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": X, "num_hidden_layers": LAYERS}

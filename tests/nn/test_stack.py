@@ -66,16 +66,6 @@ def test_groups_change_neither_values_nor_results(kinds):
         jax.tree.map(close, results[0][1:], other[1:])
 
 
-def test_keys_are_those_of_the_numbers_of_layers():
-    """Whatever is scanned, and with or without jit."""
-    make = lambda kind, rngs: Layer(rngs=rngs)
-    first, second = nn.Stack(make, 3, rngs=nnx.Rngs(3)), nn.Stack(make, "abb", rngs=nnx.Rngs(3))
-    jitted = jax.jit(lambda: nn.Stack(make, "abc", rngs=nnx.Rngs(3)))()
-    for i in range(3):
-        np.testing.assert_array_equal(first[i].proj.w[...], second[i].proj.w[...])
-        np.testing.assert_array_equal(first[i].proj.w[...], jitted[i].proj.w[...])
-
-
 @pytest.mark.parametrize("groups", GROUPINGS)
 def test_where_points_at_each_layer(groups):
     stack = build(groups=groups)

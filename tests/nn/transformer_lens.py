@@ -4,10 +4,9 @@ pip install "transformer_lens<3" && python -m tests.nn.transformer_lens
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
 GOLDEN = Path(__file__).parent / "golden" / "transformer_lens.npz"
 LAYERS, HEADS, DIM, VOCAB, LENGTH = 2, 2, 16, 32, 6
@@ -26,8 +25,11 @@ HOOKS = {
 }
 
 
-def hugging_face() -> transformers.GPT2LMHeadModel:
+def hugging_face() -> Any:
     """Returns the model, with large weights, so that its attention has a pattern."""
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
@@ -38,6 +40,7 @@ def hugging_face() -> transformers.GPT2LMHeadModel:
 
 
 def main() -> None:
+    import torch
     from transformer_lens import HookedTransformer, HookedTransformerConfig
     from transformer_lens.pretrained.weight_conversions.gpt2 import convert_gpt2_weights
 

@@ -21,9 +21,8 @@ from maxlib._command import main
 from maxlib.observability import _profile
 from maxlib.observability._report import Run, page
 from maxlib.training import probes
-from maxlib.training.probes import _corruption as corruption
+from maxlib.training.probes import _faults
 from maxlib.training.probes import _hooks as hooks
-from maxlib.training.probes import _nonfinite
 from tests.training import stacked, ticking, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -250,12 +249,10 @@ def test_the_first_layer_that_is_not_finite_is_named():
 def test_what_came_before_the_first_bad_output_is_said():
     seen = {"nonfinite": 0.0, "max": 3.25, "gradient_nonfinite": 0.0}
     outputs = {"a": seen, "b": seen | {"nonfinite": 4.0}, "c": seen | {"nonfinite": 9.0}}
-    text = _nonfinite._forward(probes.Observation(outputs, {}, {}, math.nan))
+    text = _faults._forward(probes.Observation(outputs, {}, {}, math.nan))
     assert text == "forward: first the output of b (4 values); before it, a has values up to 3.25"
     backward = {name: seen | {"gradient_nonfinite": n} for name, n in (("a", 2.0), ("b", 1.0), ("c", 0.0), ("d", 0.0))}
-    assert "created between it and c, which comes next" in _nonfinite._backward(
-        probes.Observation(backward, {}, {}, 1.0)
-    )
+    assert "created between it and c, which comes next" in _faults._backward(probes.Observation(backward, {}, {}, 1.0))
 
 
 def test_a_gradient_that_is_not_finite_is_placed():
@@ -283,10 +280,10 @@ def test_replicas_and_recomputed_gradients_are_compared(monkeypatch):
     assert probes.replicas_that_differ({"same": same, "other": other, "split": split}) == ["other"]
 
     answers = iter([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}])
-    monkeypatch.setattr(corruption, "gradient_digests", lambda *_: next(answers))
+    monkeypatch.setattr(_faults, "gradient_digests", lambda *_: next(answers))
     ours = trainer()
     ours.batch = tiny.batch()
-    with pytest.raises(corruption.Corrupted, match=r"step 0, .*\['gradient of b'\]"):
+    with pytest.raises(_faults.Corrupted, match=r"step 0, .*\['gradient of b'\]"):
         probes.Recompute()(ours)
 
 

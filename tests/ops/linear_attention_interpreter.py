@@ -13,14 +13,14 @@ import sys
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
-from maxlib.ops._recurrent import jax_linear_attention, kimi_delta, recurrence
+from maxlib.ops._recurrent import delta_rule, jax_linear_attention, kimi_delta, recurrence
 from tests.ops import test_jax_linear_attention as tests
 
 
 def main() -> None:
     slow = float(sys.argv[1]) if len(sys.argv) > 1 else 0.05
     recurrence.current_device = lambda: tests.H100
-    kimi_delta._kimi_delta_attention = kimi_delta._kimi_delta_attention.__wrapped__  # not compiled
+    delta_rule._gated_delta_rule = delta_rule._gated_delta_rule.__wrapped__  # not compiled
     interpreted = functools.partial(jax_linear_attention.kimi_delta, interpret=True)
     kernels = [
         dataclasses.replace(k, run=interpreted) if k.name == tests.NAME else k for k in kimi_delta.KIMI_DELTA.kernels

@@ -23,7 +23,7 @@ class Recurrence:
     """A recurrent operation under test.
 
     Attributes:
-        op: Name of the operation in `maxlib.ops`.
+        op: Name of its table of kernels.
         inputs: Makes arrays, `inputs(seed=0, tokens=T, slow=SLOW)`.
         definition: Computes outputs and last state in float64 from `inputs`, `is_start`, `valid` and `state`.
         state: Shape of a state.
@@ -39,7 +39,7 @@ class Recurrence:
     decay_atol: float
 
     def __call__(self, x, **options):
-        return getattr(ops, self.op)(**x, **options)
+        return (ops.ssd if self.op == "ssd" else ops.gated_delta_rule)(**x, **options)
 
     def initial_state(self) -> np.ndarray:
         return np.random.default_rng(9).normal(size=self.state).astype(np.float32)

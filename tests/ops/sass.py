@@ -25,13 +25,15 @@ os.environ |= {"MOSAIC_GPU_DUMP_TO": str(DUMP), "MOSAIC_GPU_DUMP_PTXAS": "1", "M
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from maxlib.kernels.attention.mosaic_gpu import config, mosaic_gpu  # noqa: E402
+from maxlib.kernels.attention.mosaic_gpu import config  # noqa: E402
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu  # noqa: E402
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu as grouped_matmul  # noqa: E402
 from maxlib.ops import ClampedSwiGLU, swiglu  # noqa: E402
-from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla  # noqa: E402
+from maxlib.ops._attention import mosaic_gpu as module  # noqa: E402
 from maxlib.plan._targets import devices_of, parse_target  # noqa: E402
+from tests.ops.attention.kernels import by_name  # noqa: E402
 
+mosaic_gpu, mosaic_gpu_mla = by_name(module.mosaic_gpu), by_name(module.mosaic_gpu_mla)
 GROUPED_TILES = dict.fromkeys(("forward", "d_rows"), "128 x 256") | dict.fromkeys(("glu", "gate_up"), "128 x 2 x 128")
 GROUPED_TILES["d_weights"] = "128 x 128"
 LATENTS = [(576, 512), (320, 256)]

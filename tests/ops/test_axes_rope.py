@@ -16,21 +16,19 @@ def angles(positions: np.ndarray, axes: list[int], rope: Rope) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("sections", "axes"),
-    [((4, 2, 2), [0, 1, 2, 0, 1, 2, 0, 0]), ((3, 3, 2), [0, 1, 2, 0, 1, 2, 0, 1]), ((8, 0, 0), [0] * 8)],
+    ("sections", "alternating", "axes"),
+    [
+        ((4, 2, 2), True, [0, 1, 2, 0, 1, 2, 0, 0]),
+        ((3, 3, 2), True, [0, 1, 2, 0, 1, 2, 0, 1]),
+        ((8, 0, 0), True, [0] * 8),
+        ((1, 3, 4), False, [0, 1, 1, 1, 2, 2, 2, 2]),
+    ],
 )
-def test_pairs_turn_by_time_row_and_column_in_turn(sections, axes):
+def test_pairs_turn_by_time_row_and_column(sections, alternating, axes):
+    """In turn, or one section after the other."""
     rope = Rope(16, 100.0)
-    cos, sin = MRope(rope, sections).tables(POSITIONS)
+    cos, sin = MRope(rope, sections, alternating=alternating).tables(POSITIONS)
     want = angles(POSITIONS, axes, rope)
-    np.testing.assert_allclose(cos, np.cos(want), atol=1e-5)
-    np.testing.assert_allclose(sin, np.sin(want), atol=1e-5)
-
-
-def test_sections_that_do_not_alternate_follow_each_other():
-    rope = Rope(16, 100.0)
-    cos, sin = MRope(rope, (1, 3, 4), alternating=False).tables(POSITIONS)
-    want = angles(POSITIONS, [0, 1, 1, 1, 2, 2, 2, 2], rope)
     np.testing.assert_allclose(cos, np.cos(want), atol=1e-5)
     np.testing.assert_allclose(sin, np.sin(want), atol=1e-5)
 

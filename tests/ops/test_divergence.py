@@ -53,7 +53,7 @@ def truth(hidden, weight, teacher_hidden, teacher_weight, factors, beta, tempera
 )
 def test_values_and_gradients(beta, temperature, softcap, chunk):
     hidden, weight, targets, _ = inputs()
-    mask, factors = targets != -1, np.random.default_rng(1).normal(size=(B, T))
+    mask, factors = targets >= 0, np.random.default_rng(1).normal(size=(B, T))
     poisoned = jnp.where(mask[..., None], hidden, jnp.nan)
     options = {"beta": beta, "temperature": temperature, "softcap": softcap, "chunk": chunk}
 

@@ -182,9 +182,9 @@ def test_clear_errors():
     unchecked = inspect.unwrap(ops.grouped_glu)  # the shape checker of the tests would be first
     rows, gate, up, (bias, _), _ = arrays(8, 5, 7, 2, biased=True)
     call = functools.partial(unchecked, rows, gate, activation=ops.swiglu)
-    with pytest.raises(ValueError, match="same shape, got .*7, 5.* and .*6, 5"):
+    with pytest.raises(ValueError, match=r"up must have the axes E O I with E=2, O=7, I=5, got shape \(2, 6, 5\)"):
         call(up[:, :6], jnp.array([4, 4]))
-    with pytest.raises(ValueError, match=r"'E O', here \(2, 7\), or both None, got None and \(2, 7\)"):
+    with pytest.raises(ValueError, match="both biases must be given, or neither"):
         call(up, jnp.array([4, 4]), up_bias=bias)
     with pytest.raises(ValueError, match="one of .*reference.*got 'fast'"):
         call(up, jnp.array([4, 4]), implementation="fast")

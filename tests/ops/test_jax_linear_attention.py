@@ -55,7 +55,7 @@ def explained(rule, device=H100, dtype=jnp.bfloat16, tokens=2048, heads=(8, 16),
         return ops.explain_ssd(values, keys, device=device, **options)
     if rule is KDA:
         values = array(heads[0], widths[1])
-    return getattr(ops, f"explain_{rule.op}")(keys, values, device=device, **options)
+    return ops.explain_gated_delta_rule(keys, values, by_channel=rule is KDA, device=device, **options)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_what_they_cannot_run_is_explained(rule, change, reason, installed):
 def test_arrays_that_vary_over_a_mesh_axis_are_refused(installed, monkeypatch):
     monkeypatch.setattr("maxlib.ops._recurrent.recurrence.current_device", lambda: H100)
     x = jnp.ones((8, 70, 2, 64), jnp.bfloat16), jnp.ones((8, 70, 2))
-    run = lambda q, beta: ops.kimi_delta_attention(q, q, q, q, beta, implementation=NAME)[0]
+    run = lambda q, beta: ops.gated_delta_rule(q, q, q, q, beta, implementation=NAME)[0]
     with pytest.raises(ValueError, match="pass check_vma=False to jax.shard_map"):
         jax.shard_map(run, mesh=sharding.make_mesh(data=8), in_specs=P("data"), out_specs=P("data"))(*x)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops, sharding
 from maxlib.observability import forward_flops
-from maxlib.ops._recurrent.inverse import unit_lower_inverse
+from maxlib.ops._recurrent.chunks import unit_lower_inverse
 from tests.ops.recurrences import GATED_DELTA, KDA, RECURRENCES, SLOW, SSD, STARTS, VALID, B, T, close, cut, in_float64
 
 
@@ -205,22 +205,6 @@ def test_a_decay_for_each_head_is_the_gated_delta_rule():
     want = jax.jit(ops.gated_delta_rule)(**x | {"log_decay": x["log_decay"][..., 0]}, initial_state=KDA.initial_state())
     for ours, theirs in zip(KDA.run(x, None, None, KDA.initial_state()), want, strict=True):
         close(ours, theirs, 2e-5)
-
-
-GRADIENTS = """
-import sys
-import jax, jax.numpy as jnp
-from maxlib import ops
-
-def gradients(implementation, x):
-    return jax.jit(jax.grad(lambda x: jnp.sum(ops.kimi_delta_attention(**x, implementation=implementation)[0] ** 2)))(x)
-
-q, k, v, decay = jax.random.normal(jax.random.key(0), (4, *map(int, sys.argv[1:])))
-x = {"q": q, "k": k, "v": v, "log_decay": -jax.nn.softplus(decay), "beta": jax.nn.sigmoid(v[..., 0])}
-got, want = gradients("chunked", x), gradients("sequential", x)
-for name in x:
-    assert jnp.abs(got[name] - want[name]).max() < 1e-4 * jnp.std(want[name]), name
-"""
 
 
 def test_memory_of_ssd_is_a_state_for_each_block():

@@ -109,7 +109,7 @@ def delta(q, k, v, rates):
 
 def kimi(q, k, v, rates, steps):
     rates, steps = -jax.nn.softplus(rates), jax.nn.sigmoid(steps)
-    return ops.kimi_delta_attention(q, k, v, rates, steps, implementation="chunked")[0]
+    return ops.gated_delta_rule(q, k, v, rates, steps, implementation="chunked")[0]
 
 
 def ssd(x, dt, a, b):

@@ -106,7 +106,7 @@ def test_the_command_reads_adapters(monkeypatch):
         ("--lora rank=x", "(numbers)"),
         ("--lora rank=0", "rank must be at least 1"),
         ("--lora rank=16,beta=2", "got 'rank=16,beta=2'"),
-        ("--base nf4", "--base nf4 stores a frozen base, which only adapters have: give --lora"),
+        ("--base nf4", "base='nf4' stores a frozen base, which only adapters have: give lora"),
         ("--lora rank=16 --base int9", "base must be one of float32, bfloat16, fp8"),
     ],
 )

@@ -51,7 +51,7 @@ class Head:
 
 def scored(hidden, weight, targets, *, entropy=False, **_):
     log_prob = jnp.where(targets >= 0, hidden[..., 0], 0)
-    return nn.TokenLogProbs(log_prob, log_prob > -0.5, -log_prob if entropy else None)
+    return ops.LogProbs(log_prob, log_prob > -0.5, -log_prob if entropy else None)
 
 
 LOG_P = 0.0, -1e-8, -1.0, -1e3

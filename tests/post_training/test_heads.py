@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from flax import nnx
-from torch.nn import functional as F
 
 from maxlib import nn, post_training, sharding, training
 from maxlib.post_training import ppo
 from tests.training import tiny
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
 
 B, T = 4, 7
 rng = np.random.default_rng(0)

@@ -83,7 +83,8 @@ def test_labelled_answers_have_images_too(tokenizer, processor):  # noqa: F811
     assert row["images"].grids.any() and (row["mismatched"]["targets"] != row["targets"]).any()
 
 
-def seeing(processor):  # noqa: F811
+@pytest.fixture(scope="module")
+def model(processor):  # noqa: F811
     vision = qwen3_vl.Vision(
         dim=16, mlp_dim=16, num_layers=1, num_heads=2, patch_size=4, frames=1, num_positions=16,
         image_token=processor.image_token, video_token=277, start_token=278, end_token=279,
@@ -96,43 +97,40 @@ def seeing(processor):  # noqa: F811
 
 
 @jax.jit
-def log_probs(model, tokens, images):
-    """Log-probabilities `B T V` of a model in float32."""
-    return jax.nn.log_softmax(model.logits(model(tokens, images=images, dtype=jnp.float32).hidden))
+def log_probs(models, tokens, images):
+    """Log-probabilities `B T V` of models in float32."""
+    return [jax.nn.log_softmax(m.logits(m(tokens, images=images, dtype=jnp.float32).hidden)) for m in models]
 
 
-def alone(model, document) -> float:
-    """The log-probability of an answer, in a row without padding."""
+def alone(models, document) -> list[float]:
+    """The log-probability of an answer by each model, in a row without padding."""
     images = document["images"] if len(document["images"].grids) else None
-    scores, targets = np.asarray(log_probs(model, document["tokens"][None], images))[0], document["targets"]
-    return float(sum(scores[i, t] for i, t in enumerate(targets) if t >= 0))
+    scores, targets = log_probs(models, document["tokens"][None], images), document["targets"]
+    return [float(sum(score[0, i, t] for i, t in enumerate(targets) if t >= 0)) for score in jax.device_get(scores)]
 
 
-def test_dpo_is_that_of_answers_one_by_one(documents, processor):  # noqa: F811
-    policy, reference = seeing(processor), seeing(processor)
-    reference = jax.tree.map(lambda w: 0.8 * w, reference)
-    found = [
-        [alone(model, document[half]) for model in (policy, reference) for half in ("chosen", "rejected")]
-        for document in documents
-    ]
+def test_dpo_is_that_of_answers_one_by_one(documents, processor, model):  # noqa: F811
+    policy, reference = model, jax.tree.map(lambda w: 0.8 * w, model)
+    halves = [[alone((policy, reference), document[half]) for half in ("chosen", "rejected")] for document in documents]
+    found = [(c, r, rc, rr) for (c, rc), (r, rr) in halves]
     beta = 0.3
     want = sum(np.log1p(np.exp(-beta * ((c - rc) - (r - rr)))) for c, r, rc, rr in found)
     rows = rows_of(documents, processor)
     batch = next(data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=1))
-    loss = functools.partial(pt.DPO(beta), dtype=jnp.float32)
+    loss = jax.jit(functools.partial(pt.DPO(beta), dtype=jnp.float32))
     both = pt.WithFrozen(policy, reference)
-    got, stats = jax.jit(loss)(both, batch)
+    got, stats = loss(both, batch)
     assert float(got) == pytest.approx(want, rel=1e-5) and float(stats.num_targets) == 4
     np.testing.assert_allclose(stats.sums["logps/chosen"], sum(c for c, *_ in found), rtol=1e-5)
     blind = {half: {**rows, "images": jax.tree.map(lambda x: 0 * x, rows["images"])} for half, rows in batch.items()}
     for half in ("chosen", "rejected"):
         blind[half]["images"].grids[:] = batch[half]["images"].grids
-    assert abs(float(jax.jit(loss)(both, blind)[0]) - want) > 1e-4 * want
+    assert abs(float(loss(both, blind)[0]) - want) > 1e-4 * want
 
 
 @pytest.mark.full
-def test_gradients_are_those_of_microbatches(documents, processor):  # noqa: F811
-    model = pt.WithFrozen(seeing(processor), seeing(processor))
+def test_gradients_are_those_of_microbatches(documents, processor, model):  # noqa: F811
+    model = pt.WithFrozen(model, model)
     rows = rows_of(documents, processor)
     batch = next(data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=1))
     arguments = *nn.partition(model, nn.tree.default_filter(model)), jax.tree.map(jnp.asarray, batch)
@@ -144,9 +142,9 @@ def test_gradients_are_those_of_microbatches(documents, processor):  # noqa: F81
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5 * np.abs(gradient).max() + 1e-8, err_msg=path)
 
 
-def test_a_policy_scores_answers_as_their_sampler_did(documents, processor):  # noqa: F811
+def test_a_policy_scores_answers_as_their_sampler_did(documents, processor, model):  # noqa: F811
     """Log-probabilities of a batch with images are those of the engine."""
-    model, sampler = seeing(processor), inference.Sampler(temperature=0.7)
+    sampler = inference.Sampler(temperature=0.7)
     chosen = [one["chosen"] for one in documents]
     prompts = [one["tokens"][: np.argmax(one["targets"] >= 0) + 1].tolist() for one in chosen]
     images = [one["images"] if len(one["images"].grids) else None for one in chosen]
@@ -158,12 +156,12 @@ def test_a_policy_scores_answers_as_their_sampler_did(documents, processor):  # 
     options = {"length": LENGTH, "images": images, "blank": processor.blank(PATCHES)}
     batch = pt.completion_batch(prompts, completions, advantages, **options)
     assert batch["images"].pixels.shape == (8, PATCHES, 48) and batch["images"].grids.any(axis=(1, 2)).sum() == 6
-    found = jax.jit(functools.partial(pt.log_probs, temperature=0.7, dtype=jnp.float32))(model, batch)
+    scored = jax.jit(functools.partial(pt.log_probs, temperature=0.7, dtype=jnp.float32))
+    found = scored(model, batch)
     np.testing.assert_allclose(found.log_prob, batch["sampler_log_probs"], atol=1e-4)
     assert (batch["sampler_log_probs"] < -0.1).sum() == 32  # of 8 answers with 4 tokens
     blind = batch | {"images": type(batch["images"])(0 * batch["images"].pixels, batch["images"].grids)}
-    other = jax.jit(functools.partial(pt.log_probs, temperature=0.7, dtype=jnp.float32))(model, blind)
-    assert np.abs(other.log_prob - found.log_prob).max() > 1e-2
+    assert np.abs(scored(model, blind).log_prob - found.log_prob).max() > 1e-2
     loss = functools.partial(pt.GRPO(temperature=0.7), dtype=jnp.float32)
     _, stats = jax.jit(loss)(model, batch | {"old_log_probs": batch["sampler_log_probs"]})
     assert float(stats.sums["ratio"]) == pytest.approx(8, abs=1e-3)  # 1 in each of the 8 answers
@@ -183,11 +181,10 @@ def test_answers_need_images_that_can_be_rows(processor):  # noqa: F811
     assert not make(images=[None], blank=blank)["images"].grids.any()
 
 
-def test_placeholders_without_images_are_an_error_of_the_first_batch(documents, processor):  # noqa: F811
+def test_placeholders_without_images_are_an_error_of_the_first_batch(documents, processor, model):  # noqa: F811
     """Inside jit ids are not known; a Trainer looks at them before."""
     rows = [row["chosen"] for row in rows_of(documents, processor)]
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
-    model = seeing(processor)
     check_first_batch(batch, model)
     blind = {name: x for name, x in batch.items() if name != "images"}
     for one in (model, pt.WithFrozen(model, model)):

@@ -11,7 +11,7 @@ import pytest
 
 from maxlib import nn, ops
 from maxlib import post_training as pt
-from maxlib.nn import TokenLogProbs
+from maxlib.ops import LogProbs
 from maxlib.post_training._reference import interleaved
 from maxlib.post_training._segments import segment_sums
 from maxlib.training._step import means
@@ -105,7 +105,7 @@ def _without_chunks(monkeypatch):
         own = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
         valid = targets >= 0
         spread = jnp.where(valid, -(jnp.exp(log_p) * log_p).sum(-1), 0) if entropy else None
-        return TokenLogProbs(jnp.where(valid, own, 0), valid, spread)
+        return LogProbs(jnp.where(valid, own, 0), valid, spread)
 
     monkeypatch.setattr(nn, "token_log_probs", scored)
 

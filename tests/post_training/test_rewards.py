@@ -40,5 +40,5 @@ def test_a_process_that_cannot_begin_is_an_error():
 
 def test_its_processes_do_not_wait_for_jax():
     """They start again after each deadline that is missed."""
-    code = "import sys, maxlib.post_training._rewards; sys.exit('jax' in sys.modules)"
+    code = "import sys, maxlib.post_training._pools; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

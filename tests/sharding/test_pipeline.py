@@ -258,15 +258,6 @@ def assert_summed_once(program, mesh, gradients) -> None:
     assert sum(one.bytes for one in found) < 1.1 * sum(x.size for x in gradients.values()) * 4
 
 
-@pytest.mark.full
-def test_gradients_are_summed_over_data_once():
-    layout = sharding.Layout(sharding.make_mesh(stage=2, data=2, devices=jax.devices()[:4]), sharding.DP | PP)
-    params, rest = nn.partition(jax.eval_shape(llama))
-    with sharding.use(layout):
-        program = loss_and_gradients.lower(params, rest, rows(8)).compile(compiler_options=QUICKLY)
-    assert_summed_once(program, layout.mesh, params)
-
-
 def scaled():
     """Vectors that are scaled on entry."""
     size = {"vocab": 64, "num_layers": 2, "dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

@@ -16,6 +16,7 @@ from tests.nn.tiny import tiny_llama
 from tests.training import custom_losses, tiny
 
 SHAPE = (8, 8)
+SGD = optax.sgd(0.1)
 IDS, SCORES = np.zeros(SHAPE, np.int32), np.zeros(SHAPE, np.float32)
 TEXT = {"tokens": IDS, "targets": IDS}
 ROLLOUTS = TEXT | {"advantages": SCORES}
@@ -105,9 +106,16 @@ class Same(tiny.Loader):
         return self.batch
 
 
-def test_a_trainer_warns_of_targets_that_are_not_shifted():
+@pytest.fixture
+def trainer(monkeypatch):
+    """Makes trainers that share one step."""
+    tiny.share_steps(monkeypatch)
+    return lambda batch: training.Trainer(tiny.model(), SGD, Same(batch), loss=tiny.loss)
+
+
+def test_a_trainer_warns_of_targets_that_are_not_shifted(trainer):
     """Labels as Hugging Face has them teach copying; constant text and shifted targets are what they should be."""
-    fit = lambda batch: training.Trainer(tiny.model(), tiny.optimizer(tiny.model()), Same(batch)).fit(2)
+    fit = lambda batch: trainer(batch).fit(2)
     with pytest.warns(UserWarning, match="the model learns to copy") as caught:
         fit(COPIED)
     assert sum("the model learns to copy" in str(one.message) for one in caught) == 1
@@ -120,11 +128,11 @@ def test_a_trainer_warns_of_targets_that_are_not_shifted():
         check_first_batch({"chosen": SHIFTED, "rejected": COPIED}, tiny.model())
 
 
-def test_a_trainer_refuses_targets_beyond_the_vocabulary():
+def test_a_trainer_refuses_targets_beyond_the_vocabulary(trainer):
     """Inside jit such a target has no logit, and would push all others down."""
     beyond = SHIFTED | {"targets": np.where(np.arange(8) == 3, tiny.VOCAB, SHIFTED["targets"])}
     with pytest.raises(ValueError, match="below the model's vocabulary of 32 tokens.* the first batch has 32"):
-        training.Trainer(tiny.model(), optax.sgd(0.1), Same(beyond)).fit(1)
+        trainer(beyond).fit(1)
     with pytest.raises(ValueError, match="the first batch has 32"):
         check_first_batch({"chosen": SHIFTED, "rejected": beyond}, tiny.model())
     check_first_batch({"tokens": TOKENS, "targets": np.full_like(TOKENS, -100)}, tiny.model())
@@ -133,11 +141,11 @@ def test_a_trainer_refuses_targets_beyond_the_vocabulary():
 
 
 @pytest.mark.parametrize("bad", [tiny.VOCAB, -1])
-def test_a_trainer_refuses_tokens_beyond_the_vocabulary(bad):
+def test_a_trainer_refuses_tokens_beyond_the_vocabulary(bad, trainer):
     """The step makes their loss NaN, which alone would read as too high a learning rate."""
     beyond = SHIFTED | {"tokens": np.where(np.arange(8) == 3, bad, SHIFTED["tokens"])}
     with pytest.raises(ValueError, match=f"tokens must be below the model's vocabulary of 32 tokens.* batch has {bad}"):
-        training.Trainer(tiny.model(), optax.sgd(0.1), Same(beyond)).fit(1)
+        trainer(beyond).fit(1)
 
 
 def test_documents_longer_than_the_model_are_refused():

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from maxlib import nn, ops, sharding, training
-from maxlib.training._eight_bit import _restored, _scaled
+from maxlib.training._moments import _restored, _scaled
 from tests.training import tiny
 
 

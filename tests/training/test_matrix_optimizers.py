@@ -115,7 +115,7 @@ def collectives(compiled, layout):
     return by_kind
 
 
-@pytest.mark.parametrize("normalize", [None, "rows"])
+@pytest.mark.parametrize("normalize", [None, pytest.param("rows", marks=pytest.mark.full)])
 def test_each_matrix_is_orthogonalized_on_one_device(layout, normalize):
     """The update is that of one device. Matrices travel by all-to-alls there and back, and nothing is gathered."""
     build = lambda: tiny.llama(dim=32, mlp_dim=64, num_heads=4, num_layers=8)

@@ -87,15 +87,14 @@ def test_a_metric_of_a_loss_cannot_replace_the_steps_own():
             jax.eval_shape(step, state, tiny.batch())
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_weights_that_sum_to_less_than_one_do_not_shrink_the_step(microbatches):
+def test_weights_that_sum_to_less_than_one_do_not_shrink_the_step():
     def loss(model, batch, key):
         value, stats = tiny.loss(model, batch)
         return value / 1000, training.Stats(stats.num_targets / 1000, {"value": value / 1000})
 
     found = []
     for one in (tiny.loss, loss):
-        step = training.make_train_step(one, SGD, microbatches=microbatches)
+        step = training.make_train_step(one, SGD, microbatches=2)
         found.append(jax.jit(step)(training.make_state(tiny.model(), SGD), tiny.batch())[1])
     np.testing.assert_allclose(found[0]["grad_norm"], found[1]["grad_norm"], rtol=1e-5)
     np.testing.assert_allclose([found[0]["loss"]] * 2, [found[1]["loss"], found[1]["value"]], rtol=1e-5)
@@ -145,10 +144,9 @@ def test_a_step_is_plain_autodiff_and_optax():
     assert metrics["finite"] and state.step == 1
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(2, marks=pytest.mark.full), 4])
-def test_accumulation_is_the_big_batch(microbatches):
+def test_accumulation_is_the_big_batch():
     """Microbatches have different numbers of targets, one none at all."""
-    state, metrics = steps(tiny.model(), tiny.batch(uneven=True), microbatches=microbatches)
+    state, metrics = steps(tiny.model(), tiny.batch(uneven=True), microbatches=4)
     want, want_metrics = reference()
     close(want.trainable, state.trainable)
     for name in want_metrics:
@@ -172,7 +170,7 @@ def test_tokens_are_counted_without_padding_in_batches_of_batches():
     valid = tiny.batch(2, 6) | {"valid": np.arange(6) < np.array([[5], [2]])}
     for batch, want in ((tiny.batch(4, 6), 24), (padded, 16), ({"chosen": padded, "rejected": valid}, 16 + 7)):
         assert int(_step.num_tokens(batch)) == want
-    _, metrics = steps(tiny.model(), tiny.batch(8, 12, uneven=True), count=1)
+    metrics = reference()[1]
     assert metrics["num_tokens"] == 96 > metrics["num_targets"]
 
 
@@ -233,24 +231,15 @@ def test_remat_changes_nothing(remat):
     assert float(metrics["grad_norm"]) == pytest.approx(float(want_metrics["grad_norm"]), rel=1e-5)
 
 
-@pytest.mark.full  # by default that of tests/training/test_trainer.py
-@pytest.mark.parametrize("preset", MESHES)
-def test_every_preset_is_one_device(preset):
-    check_preset(preset, microbatches=1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("preset", MESHES)
-def test_every_preset_is_one_device_accumulating(preset):
-    check_preset(preset, microbatches=2)
-
-
 @functools.cache
 def llama_reference():
     return steps(tiny.llama(), tiny.batch(rows=16, uneven=True))
 
 
-def check_preset(preset, microbatches):
+@pytest.mark.full  # by default that of tests/training/test_trainer.py
+@pytest.mark.parametrize("preset", MESHES)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_preset_is_one_device(preset, microbatches):
     """Loss, gradient norm and two updates; parameters and moments stay in their place, so the step compiles once."""
     layout = sharding.Layout(sharding.make_mesh(**MESHES[preset]), getattr(sharding, preset))
     batch = tiny.batch(rows=16, uneven=True)

@@ -182,7 +182,7 @@ def test_links_within_a_hugging_face_cache_are_followed(tmp_path):
         ),
         (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "pickles"),
         (["model-00001-of-00002.safetensors"], "without an index"),
-        (["model-q4.gguf"], "has model-q4.gguf. Convert it"),
+        (["model-q4.gguf"], "has model-q4.gguf: weights.from_gguf reads"),
         (["README.md"], "but has neither"),
     ],
 )

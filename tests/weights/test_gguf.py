@@ -13,7 +13,7 @@ import maxlib
 from maxlib import nn, ops, weights
 from maxlib.__main__ import main
 from maxlib.models import llama, qwen3
-from maxlib.weights import _gguf_saving
+from maxlib.weights import _gguf
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"vocab": 64, "num_layers": 2, "dim": 64, "mlp_dim": 96, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
@@ -35,7 +35,7 @@ def directories(tmp_path_factory):
 
 def rounded(directory, dtype):
     """The tensors of a directory with the values that a file of this type has."""
-    kind = gguf.GGMLQuantizationType[_gguf_saving.TYPES[dtype][0]]
+    kind = gguf.GGMLQuantizationType[_gguf.TYPES[dtype][0]]
     # Rounding is along the inputs, so it does not matter that rows are in another order.
     return {
         n: gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind) if x.ndim == 2 else x

@@ -223,9 +223,9 @@ def test_windows_of_the_upper_layers(stored, types, window):
 
 
 def test_misspelt_names_are_errors():
-    with pytest.raises(TypeError, match=r"Config has no field 'num_head'; did you mean 'num_heads'\?"):
+    with pytest.raises(TypeError, match="has no field 'num_head'; it has dim, num_heads"):
         Fields(Config, [Field("num_head", "num_attention_heads")])
-    with pytest.raises(TypeError, match="Config has no field 'epsilon'"):
+    with pytest.raises(TypeError, match="has no field 'epsilon'"):
         Fields(Config, ENTRIES, absent={"epsilon": 1e-6})
     with pytest.raises(TypeError, match="one entry, got several for dim"):
         Fields(Config, [*ENTRIES, Field("dim", "width")])

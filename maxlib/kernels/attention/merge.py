@@ -1,13 +1,14 @@
 """Merging of softmaxes over different keys, and with a sink, by their log-sum-exps."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
 def merge_parts(
-    outs: Float[Array, "P *rows Hv"], lses: Float[Array, "P *rows"]
+    outs: Float[Array, "P *rows Hv"], lses: Float[Array, " P *rows"]
 ) -> tuple[Float[Array, "*rows Hv"], Float[Array, "*rows"]]:
-    """Merges attention over P disjoint parts of the keys.
+    """Merges attention over P disjoint parts of the keys; differentiable, also for a row without a visible key.
 
     Args:
         outs: Output of each part, normalised over its own keys.
@@ -17,7 +18,8 @@ def merge_parts(
         The output and the log-sum-exp over all keys; zeros and `-inf` for a row without a visible key in any part.
     """
     # out = sum_p exp(lse_p) out_p / sum_p exp(lse_p), shifted by the largest lse so that no exponential overflows.
-    peak = jnp.max(lses, axis=0, keepdims=True)
+    # It only changes the range of the exponentials, so it needs no gradient.
+    peak = jax.lax.stop_gradient(jnp.max(lses, axis=0, keepdims=True))
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     weights = jnp.exp(lses - peak)  # [P, *rows]
     total = weights.sum(axis=0)

@@ -1,5 +1,11 @@
-"""Rows sorted by expert: the expert of each row, which rows are used, and the tables of tiles that kernels read."""
+"""Rows sorted by expert: the expert of each row, which rows are used, the tables of tiles that kernels read, and the
+run of a kernel for each entry of a batch.
+"""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
@@ -52,3 +58,24 @@ def tiles(
 def whole_blocks(bias: Float[Array, "E C"], size: int) -> Float[Array, "E _"]:
     """Pads a bias to whole blocks of `size` columns, which a kernel reads at a time, and converts it to float32."""
     return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % size)))
+
+
+def unbatched(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Wraps a kernel so that `jax.vmap` runs it for each entry of a batch in turn.
+
+    The batch is usually the stages of a pipeline, and each device has one of them.
+
+    Args:
+        kernel: A function of arrays only, whose result is one array.
+
+    Returns:
+        The wrapped function.
+    """
+    mapped = jax.custom_batching.custom_vmap(kernel)
+
+    @mapped.def_vmap
+    def _(size: int, is_batched: list[bool], *arrays: Any):
+        pairs = list(zip(arrays, is_batched, strict=True))
+        return jnp.stack([mapped(*(a[i] if batched else a for a, batched in pairs)) for i in range(size)]), True
+
+    return mapped

@@ -1,6 +1,8 @@
-"""The lightning indexer (DeepSeek-AI 2025, arXiv:2512.02556), which chooses the keys that a query attends to.
+"""The lightning indexer (DeepSeek-AI 2025, arXiv:2512.02556), which chooses the keys that a query attends to, or pools
+of neighbouring ones (GLM-5.3-Flash 2026).
 
-Shapes: B rows, T queries, S keys, K chosen keys, D width, I index heads of width Hi, R latent size of queries.
+Shapes: B rows, T queries, S keys, K chosen keys, J places of pools, D width, I index heads of width Hi, R latent size
+of queries.
 """
 
 from typing import Any, NamedTuple
@@ -189,6 +191,107 @@ class LightningIndexer(Indexer):
     def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T Hi"]:
         """Returns the index keys of tokens."""
         return self._rotate(self.k_norm(self.k(x))[:, :, None], ctx)[:, :, 0]
+
+
+NOWHERE = 1 << 30  # a place beyond all keys
+
+
+class PoolIndexer(Indexer):
+    """Base class of indexers of pools of `pool` tokens; a subclass makes the keys of pools.
+
+    Pools count from the first token of a document. A query attends to the `top_k` best of those that are complete, and
+    to the tokens since the last one, its own included. A pool is known by its place: the place `j` is that of the only
+    pool that may end at one of the keys from `j * pool` to `(j + 1) * pool - 1`.
+
+    Attributes:
+        pool: Tokens of a pool.
+    """
+
+    pool: int
+
+    def choose(self, index: Index, bounds: tuple[Int[Array, "B T"], Int[Array, "B T"]]) -> Chosen:
+        """Returns the tokens of the chosen pools and those since the last pool, for each query's interval of keys."""
+        start, end = bounds
+        first = (start + self.pool - 1) // self.pool  # place of the document's first pool
+        complete = (end - start) // self.pool
+        pools = super().choose(index, (first, first + complete))
+        assert pools.best is not None
+        # The pool at the place j ends at the token j * pool + (start - 1) % pool.
+        begin = self.pool * pools.best + ((start - 1) % self.pool - self.pool + 1)[..., None]
+        begin = jnp.where(pools.among_best(), begin, NOWHERE)
+        # [B, T, K] -> [B, T, K, pool] -> [B, T, K * pool]
+        tokens = begin[..., None] + jnp.arange(self.pool)[None, None, None]
+        tail = (start + self.pool * complete)[..., None] + jnp.arange(self.pool - 1)[None, None]
+        return Chosen(start, end, jnp.concatenate([tokens.reshape(*start.shape, -1), tail], axis=-1))
+
+    def _pools(self, a: Array, ctx: Context | None) -> Array:
+        """Returns the tokens of pools, `B S W` as `B J pool W`.
+
+        Args:
+            a: What is stored of each token.
+            ctx: Context of the tokens; None if each row is one document from its first key on.
+        """
+        B, S = a.shape[:2]
+        a = jnp.pad(a, ((0, 0), (0, -S % self.pool), (0, 0)))
+        if ctx is None or not ctx.packed:
+            return a.reshape(B, -1, self.pool, a.shape[2])
+        ends = jnp.pad((ctx.index - ctx.start + 1) % self.pool == 0, ((0, 0), (0, -S % self.pool)))
+        ends = ends.reshape(B, -1, self.pool)
+        # [B, J]: the last token of the pool at each place.
+        last = jnp.argmax(ends, axis=2) + self.pool * jnp.arange(ends.shape[1])[None]
+        tokens = last[..., None] + (jnp.arange(self.pool) - self.pool + 1)[None, None]
+        return jax.vmap(lambda row, places: row[places])(a, jnp.maximum(tokens, 0))
+
+
+class PooledIndexer(PoolIndexer):
+    """Indexer of pools whose key is a mean of the keys of their tokens, weighted channel by channel (GLM-5.3-Flash).
+
+    Nothing is rotated, and weights are stored and not trained.
+
+    Args:
+        dim: Width D of the residual stream.
+        q_rank: Size R of the latent of queries.
+        num_heads: Number I of index heads.
+        head_dim: Width Hi of index queries and keys.
+        top_k: Pools that a query attends to.
+        pool: Tokens of a pool.
+        rngs: Source of initial values.
+    """
+
+    def __init__(self, dim: int, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, pool: int, rngs: nnx.Rngs):
+        D, R, I, H = dim, q_rank, num_heads, head_dim
+        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
+        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
+        self.gate = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
+        self.place = nnx.Param(jnp.zeros((pool, H)), axes=("tap", "head_dim"))
+        self.k_norm = LayerNorm(H, eps=1e-6)
+        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
+        self.dim, self.num_heads, self.top_k, self.pool = H, I, top_k, pool
+        fix(self)
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers that a cache keeps of a token: its key, and the gate of each channel."""
+        return 2 * self.dim
+
+    def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T key_dim"]:
+        """Returns the keys and gates of tokens."""
+        return jnp.concatenate([self.k_norm(self.k(x)), self.gate(x)], axis=-1)
+
+    def compared(self, keys: Float[Array, "B S key_dim"], ctx: Context | None) -> Float[Array, "B J Hi"]:
+        """Returns the keys of pools.
+
+        Args:
+            keys: Those of tokens (`keys`).
+            ctx: Context of the tokens; None if each row is one document from its first key on.
+        """
+        # [B, J, pool, Hi], twice
+        values, gates = jnp.split(self._pools(keys, ctx), 2, axis=-1)
+        gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32)) + self.place[...][None, None]
+        return jnp.sum(jax.nn.softmax(gates, axis=2).astype(values.dtype) * values, axis=2)
+
+    def _rotate(self, x: Array, ctx: Any) -> Array:
+        return x
 
 
 def fix(module: nnx.Module) -> None:

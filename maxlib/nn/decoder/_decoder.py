@@ -21,7 +21,7 @@ from maxlib.nn.decoder._context import (
     zigzag_shard,
     zigzag_unshard,
 )
-from maxlib.nn.decoder._model import Input, Output
+from maxlib.nn.decoder._model import Input, InputCall, Output
 from maxlib.nn.mtp import MTP, MTPOutput, predict_ahead
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Carry, Stack
@@ -190,9 +190,10 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens, dtype)
         self.check_inputs(tokens, **inputs)
         arguments = rows | self.ids_for_layers(tokens)
+        call = InputCall(positions, segment_ids, valid, cache, dtype, remat)
         for name, reader in self.inputs.items():
             if (value := inputs.get(name)) is not None:
-                x, changes = reader.embed(x, tokens, value, **rows, cache=cache, dtype=dtype, remat=remat)
+                x, changes = reader.embed(x, tokens, value, call)
                 arguments |= changes
             elif cache is None:
                 # Inside jit no error can be raised: NaN, so that a loss does not learn from them.

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlib.nn._pytree import pytree
 from maxlib.nn.decoder._context import Encoded, PositionBias, make_context
 from maxlib.nn.decoder._decoder import attributes_of, check_tokens
+from maxlib.nn.decoder._model import InputCall
 from maxlib.nn.remat import Policy
 from maxlib.nn.stack import Stack
 from maxlib.sharding import constrain
@@ -106,17 +107,11 @@ class EncoderInput:
             self.check_value(tokens, value)
 
     def embed(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        value: Any,
-        *,
-        dtype: Any,
-        remat: Policy,
-        **_: Any,
+        self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], value: Any, call: InputCall
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Returns `x` as it is, and the encoder's output for the context; an `Encoded` value is passed on."""
-        return x, {"encoded": value if isinstance(value, Encoded) else self.encode(value, dtype=dtype, remat=remat)}
+        encoded = value if isinstance(value, Encoded) else self.encode(value, dtype=call.dtype, remat=call.remat)
+        return x, {"encoded": encoded}
 
 
 def check_source(tokens: Int[Any, "B T"], source: Any) -> None:

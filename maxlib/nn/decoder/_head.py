@@ -12,32 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
 from maxlib._xla_workarounds import together
-from maxlib.nn._pytree import pytree
 from maxlib.sharding.layers import drop_uneven
 from maxlib.sharding.pipelining import is_inside_stage
 
 Axes = tuple[str, ...]
 ROWS_AT_ONCE = 1024
 _ROWS = ("batch", "seq")
-
-
-@pytree
-class TokenLogProbs:
-    """Per-token results of `token_log_probs`, 0 (False) where the target is ignored.
-
-    Attributes:
-        log_prob: Natural logarithm of the target's probability.
-        correct: True if no token has a higher logit.
-        entropy: Entropy of the distribution in nats; None unless requested.
-    """
-
-    log_prob: Float[Array, "B T"]
-    correct: Bool[Array, "B T"]
-    entropy: Float[Array, "B T"] | None = None
 
 
 def token_log_probs(
@@ -49,7 +33,7 @@ def token_log_probs(
     softcap: float | None = None,
     entropy: bool = False,
     chunk: int | None = None,
-) -> TokenLogProbs:
+) -> ops.LogProbs:
     """Computes `log_softmax(cap(hidden @ head_weight.T) / temperature)[targets]`, for losses that are functions of it.
 
     On a mesh each device computes its own rows and its own part of the vocabulary, as in `cross_entropy`; the results
@@ -77,7 +61,7 @@ def token_log_probs(
 
     names = _ROWS, _ROWS, _ROWS if entropy else None
     out = _on_parts(op, split, hidden, head_weight, targets, out_names=names)
-    return TokenLogProbs(*jax.tree.map(lambda x: sharding.constrain(x, *_ROWS), out))
+    return ops.LogProbs(*jax.tree.map(lambda x: sharding.constrain(x, *_ROWS), out))
 
 
 def cross_entropy(

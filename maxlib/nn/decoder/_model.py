@@ -1,13 +1,17 @@
-"""Protocols of models: the output of a forward pass, and the methods that trainers and generators call."""
+"""Protocols of models: the output of a forward pass, the methods that trainers and generators call, and layers."""
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from maxlib.nn._pytree import pytree
 from maxlib.nn.cache import Cache
 from maxlib.nn.remat import Policy
+from maxlib.sharding import constrain
 
 
 @pytree
@@ -78,6 +82,26 @@ class MultimodalModel(Protocol):
         ...
 
 
+class InputCall(NamedTuple):
+    """What the call of a `Decoder` has besides the value of an input.
+
+    Attributes:
+        positions: Positions for rotary tables, or None.
+        segment_ids: Packed document of each token, or None.
+        valid: False for padding, or None.
+        cache: Cache of earlier tokens, or None.
+        dtype: Dtype of the computation.
+        remat: What layers of an encoder keep for the backward pass.
+    """
+
+    positions: Real[Array, "B T *R"] | None
+    segment_ids: Int[Array, "B T"] | None
+    valid: Bool[Array, "B T"] | None
+    cache: Cache | None
+    dtype: Any
+    remat: Policy
+
+
 @runtime_checkable
 class Input(Protocol):
     """Protocol of what a `Decoder` reads besides tokens: vectors that take the places of placeholders among them.
@@ -98,17 +122,7 @@ class Input(Protocol):
         ...
 
     def embed(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        value: Any,
-        *,
-        positions: Real[Array, "B T *R"] | None,
-        segment_ids: Int[Array, "B T"] | None,
-        valid: Bool[Array, "B T"] | None,
-        cache: Cache | None,
-        dtype: Any,
-        remat: Policy,
+        self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], value: Any, call: InputCall
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Puts the vectors of a value in place of its placeholders.
 
@@ -116,14 +130,46 @@ class Input(Protocol):
             x: Token vectors.
             tokens: Ids.
             value: The argument of the model's call.
-            positions: Positions for rotary tables, or None.
-            segment_ids: Packed document of each token, or None.
-            valid: False for padding, or None.
-            cache: Cache of earlier tokens, or None.
-            dtype: Dtype of the computation.
-            remat: What layers of an encoder keep for the backward pass.
+            call: Its other arguments.
 
         Returns:
             The vectors, and arguments of `nn.make_context` that the input sets.
         """
         ...
+
+
+class Layer(nnx.Module):
+    """Base class of a decoder layer, `layer(x, ctx, cache) -> (x, cache, aux)`, whose sequence mixer is `self.attn`.
+
+    A subclass defines its parts and `__call__`. Its cache is that of `attn`; a layer with several mixers, or none,
+    defines its own `init_cache`.
+
+    Attributes:
+        attn: The sequence mixer.
+    """
+
+    attn: Any
+
+    def init_cache(self, batch: int, capacity: int, dtype=jnp.bfloat16) -> Any:
+        """Returns an empty cache for `batch` rows of up to `capacity` tokens."""
+        return self.attn.init_cache(batch, capacity, dtype)
+
+
+def residual(
+    x: Float[Array, "B T D"],
+    h: Float[Array, "B T D"],
+    name: str,
+    *,
+    norm: Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]] | None = None,
+) -> Float[Array, "B T D"]:
+    """Adds the output of a branch to the residual stream, placed over the mesh as layers expect it.
+
+    Args:
+        x: The stream.
+        h: The output of an attention or of the MLP.
+        name: Name of `h` for remat policies: "attn", "cross_attn" or "mlp".
+        norm: A norm of `h` after the branch; policies keep what it reads.
+    """
+    h = checkpoint_name(h, name)
+    x = constrain(x + (h if norm is None else norm(h)), "batch", "seq", "act_embed")
+    return checkpoint_name(x, "resid_mid") if name == "attn" else x

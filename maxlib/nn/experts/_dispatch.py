@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops
 from maxlib.kernels.grouped_matmul.rows import NAMES
-from maxlib.nn._pytree import pytree, static
+from maxlib.nn._pytree import pytree
 from maxlib.nn.matmul import Matmul, PlainMatmul
 from maxlib.ops import add_expert_bias
 
@@ -24,19 +24,17 @@ Linear = tuple[Matmul, Any, Float[Array, "E O"] | None]
 
 
 @pytree
-class Dropless:
-    """Dispatch that computes all choices: rows are sorted by expert; padding comes last and belongs to no expert.
+class Plan:
+    """Which choice each row of a buffer holds; the rows of an expert are adjacent.
 
     Attributes:
         source: The choice that each row holds, `M * X` in an empty row.
         row_of_choice: The row that holds each choice, `R` (no row) for a choice of padding.
-        computed: True for choices that are computed.
         counts: Rows of each expert.
     """
 
     source: Int[Array, " R"]
     row_of_choice: Int[Array, "M X"]
-    computed: Bool[Array, "M X"]
     counts: Int[Array, " E"]
 
     def linear(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
@@ -56,56 +54,14 @@ class Dropless:
         """Returns `activation(gate(rows), up(rows))`; one fused op if both matmuls are plain and equal."""
         (matmul, w, b), (other, w_up, b_up) = gate, up
         if not isinstance(matmul, PlainMatmul) or matmul != other:
-            return _gated(self, rows, gate, up, activation, weight_order)
+            # Remat policies call the products `NAMES`.
+            products = (self.linear(rows, linear, weight_order) for linear in (gate, up))
+            return activation(*map(checkpoint_name, products, NAMES))
         how = {"weight_order": weight_order, "implementation": matmul.implementation}
         return ops.grouped_glu(rows, w, w_up, self.counts, activation=activation, gate_bias=b, up_bias=b_up, **how)
 
 
-@pytree
-class Padded:
-    """Dispatch with `capacity` rows for each expert, filled in the order of tokens.
-
-    Attributes:
-        source: The choice that each row holds, `M * X` in an empty row.
-        row_of_choice: The row that holds each choice, `R` (no row) for a choice that does not fit.
-        computed: True for choices that fit.
-        num_experts: Number of experts.
-    """
-
-    source: Int[Array, " R"]
-    row_of_choice: Int[Array, "M X"]
-    computed: Bool[Array, "M X"]
-    num_experts: int = static()
-
-    def linear(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
-        """Multiplies each row by the matrix of its expert, `R I -> R O`, and adds the bias if there is one."""
-        matmul, w, b = linear
-        # Every expert has the same capacity, so this is a batched matmul: [E * C, I] -> [E, C, I] -> [E, C, O].
-        y = matmul.einsum(f"ECI,{weight_order}->ECO", rows.reshape(self.num_experts, -1, rows.shape[-1]), w)
-        # b: [E, O] -> [E, 1, O]
-        return (y if b is None else y + jnp.expand_dims(b, 1)).reshape(rows.shape[0], -1)
-
-    def gated(
-        self,
-        rows: Float[Array, "R I"],
-        gate: Linear,
-        up: Linear,
-        activation: Callable,
-        weight_order: ops.ExpertWeightOrder,
-    ):
-        """Returns `activation(gate(rows), up(rows))`."""
-        return _gated(self, rows, gate, up, activation, weight_order)
-
-
-Dispatch = Dropless | Padded
-
-
-def _gated(plan: Dispatch, rows, gate: Linear, up: Linear, activation: Callable, weight_order: ops.ExpertWeightOrder):
-    """Computes both projections one after the other and combines them; remat policies call them `NAMES`."""
-    return activation(*map(checkpoint_name, (plan.linear(rows, linear, weight_order) for linear in (gate, up)), NAMES))
-
-
-def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, tile: int = 1) -> Dropless:
+def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, tile: int = 1) -> Plan:
     """Makes the plan that computes every choice of valid tokens.
 
     Args:
@@ -115,11 +71,9 @@ def dropless(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: 
         tile: Each expert has a multiple of so many rows; the last ones may be empty. Rows are a multiple of it too.
     """
     order, row_of_choice, counts = _sort(experts, valid, num_experts)
-    computed = jnp.broadcast_to(valid[:, None], experts.shape)
     if tile > 1:
         order, row_of_choice, counts = _in_tiles(order, counts, tile)
-    row_of_choice = jnp.where(computed, row_of_choice.reshape(experts.shape), len(order))
-    return Dropless(order, row_of_choice, computed, counts)
+    return Plan(order, jnp.where(valid[:, None], row_of_choice.reshape(experts.shape), len(order)), counts)
 
 
 def _in_tiles(order, counts, tile: int):
@@ -140,16 +94,16 @@ def rounded(counts: Any, tile: int) -> Any:
     return -(-counts // tile) * tile
 
 
-def sorted_rows(counts: Int[Array, " E"], size: int) -> Dropless:
+def sorted_rows(counts: Int[Array, " E"], size: int) -> Plan:
     """Makes the plan for `size` rows that are already sorted by expert, `counts` rows each; the rest belong to no
     expert.
     """
     order = jnp.arange(size, dtype=jnp.int32)
-    return Dropless(order, order[:, None], (order < counts.sum())[:, None], counts)
+    return Plan(order, order[:, None], counts)
 
 
-def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, capacity: int) -> Padded:
-    """Makes the plan with `capacity` rows for each expert; choices beyond it are dropped.
+def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: int, capacity: int) -> Plan:
+    """Makes the plan with `capacity` rows for each expert, which must be enough.
 
     Args:
         experts: Ids of the chosen experts.
@@ -157,18 +111,17 @@ def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: in
         num_experts: Number of experts.
         capacity: Rows of each expert.
     """
-    order, row_of_choice, counts = _sort(experts, valid, num_experts)
+    _, row_of_choice, counts = _sort(experts, valid, num_experts)
     # First sorted row of each expert, [E]; `rank` is the index of a choice among those of its expert, [M, X].
     first = jnp.cumsum(counts) - counts
     rank = row_of_choice.reshape(experts.shape) - first[experts]
-    computed = valid[:, None] & (rank < capacity)
     size = num_experts * capacity
     # Row of a choice: the first row of its expert plus its rank; `size` if it does not fit.
-    row_of_choice = jnp.where(computed, experts * capacity + rank, size)
-    empty = jnp.full(size, experts.size, order.dtype)
+    row_of_choice = jnp.where(valid[:, None] & (rank < capacity), experts * capacity + rank, size)
+    empty = jnp.full(size, experts.size, jnp.int32)
     # Inverse of `row_of_choice`: scatters the number of each choice into its row; rows beyond the end are dropped.
-    source = empty.at[row_of_choice.reshape(-1)].set(jnp.arange(experts.size, dtype=order.dtype), mode="drop")
-    return Padded(source, row_of_choice, computed, num_experts)
+    source = empty.at[row_of_choice.reshape(-1)].set(jnp.arange(experts.size, dtype=jnp.int32), mode="drop")
+    return Plan(source, row_of_choice, jnp.full(num_experts, capacity, jnp.int32))
 
 
 def _sort(experts, valid, num_experts: int):
@@ -179,7 +132,7 @@ def _sort(experts, valid, num_experts: int):
     """
     # Padding gets an id above all experts, so that it sorts last. [M, X] -> [M * X]
     ids = jnp.where(valid[:, None], experts, num_experts).reshape(-1)
-    # Stable: tokens keep their order within an expert, so earlier tokens are computed when the capacity is exceeded.
+    # Stable: tokens keep their order within an expert.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     # Inverse permutation: row_of_choice[order[i]] = i.
     row_of_choice = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
@@ -188,23 +141,23 @@ def _sort(experts, valid, num_experts: int):
     return order, row_of_choice, counts
 
 
-def spread(x: Float[Array, "M D"], plan: Dispatch) -> Float[Array, "R D"]:
+def spread(x: Float[Array, "M D"], plan: Plan) -> Float[Array, "R D"]:
     """Returns the token of each row of the plan; what an empty row holds must not matter."""
     return _pick(x, _token(plan), plan.row_of_choice)
 
 
-def combine(rows: Float[Array, "R D"], plan: Dispatch) -> Float[Array, "M D"]:
+def combine(rows: Float[Array, "R D"], plan: Plan) -> Float[Array, "M D"]:
     """Returns the sum of the rows of each token; a choice without a row counts as zeros. The transpose of `spread`."""
     return _sum(rows, plan.row_of_choice, _token(plan))
 
 
-def spread_choices(x: Float[Array, "M X"], plan: Dispatch) -> Float[Array, "R 1"]:
+def spread_choices(x: Float[Array, "M X"], plan: Plan) -> Float[Array, "R 1"]:
     """Returns the value of the choice of each row of the plan, 0 for an empty row."""
     picked = _pick(x.reshape(-1, 1), plan.source, plan.row_of_choice.reshape(-1, 1))
     return jnp.where((plan.source < x.size)[:, None], picked, 0)
 
 
-def weighted_rows(x, weights, input_weights, plan: Dispatch) -> tuple[Float[Array, "R D"], Float[Array, "R 1"]]:
+def weighted_rows(x, weights, input_weights, plan: Plan) -> tuple[Float[Array, "R D"], Float[Array, "R 1"]]:
     """Returns the token of each row, scaled by the router's input weights if any, and the weight of its result."""
     rows = spread(x, plan)
     if input_weights is not None:
@@ -212,7 +165,7 @@ def weighted_rows(x, weights, input_weights, plan: Dispatch) -> tuple[Float[Arra
     return rows, spread_choices(weights, plan)
 
 
-def _token(plan: Dispatch) -> Int[Array, " R"]:
+def _token(plan: Plan) -> Int[Array, " R"]:
     # choice // X is the token
     return plan.source // plan.row_of_choice.shape[1]
 

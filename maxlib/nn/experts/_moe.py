@@ -1,26 +1,28 @@
 """Mixture of experts: every token passes through the few gated MLPs that a router chooses for it.
 
 Shapes: B rows, T tokens, D width, E experts, X chosen experts per token, F width of an expert, L latent
-width. `_expert_mlp` has what each device computes.
+width, R rows in a sorted buffer, M tokens in one group.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import ops
+from maxlib.kernels.grouped_matmul.rows import NAMES
 from maxlib.nn._initial_values import Init
 from maxlib.nn._linear import Einsum
 from maxlib.nn.decoder._context import Context, check_is_rows
+from maxlib.nn.experts import _dispatch as dispatch
+from maxlib.nn.experts import _parallel as exchange
 from maxlib.nn.experts._linear import ExpertLinear, expert_matrices
-from maxlib.nn.experts._mlp import local_experts
-from maxlib.nn.matmul import LowRank
+from maxlib.nn.matmul import LowRank, Matmul
 from maxlib.nn.router import Router, Routing, SigmoidInputRouter, expert_counts
 from maxlib.ops import swiglu
 from maxlib.sharding import shard_map_by_name
@@ -59,11 +61,6 @@ class MoE(nnx.Module):
     experts and their sum is projected back, `leave(experts(enter(x)))`; the router and the shared layer get the full
     width.
 
-    With a capacity (GShard, arXiv:2006.16668) every expert has room for `ceil(capacity_factor * T * top_k / E)` tokens
-    of each row of T tokens, padding included; tokens later in the row are dropped. If all rows have one length, no
-    token's result depends on a later token or on another row. Longer rows have more room, and decoding one token at a
-    time drops none.
-
         router = nn.Router(64, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
         moe = nn.MoE(64, 128, router=router, rngs=nnx.Rngs(1))
         y, aux = moe(jnp.ones((2, 8, 64)))  # B T D; aux["moe/load"] is each expert's share of the tokens
@@ -80,7 +77,6 @@ class MoE(nnx.Module):
         bias: True adds biases to all three projections.
         shared: Layer applied to every token, or None.
         shared_gate: True multiplies the output of `shared` by `sigmoid(x . w)`, one number per token (Qwen2-MoE).
-        capacity_factor: Capacity of an expert as a multiple of an even share; None computes every choice (dropless).
         losses: Router losses to report for training.
         weight_order: Order in which the experts' matrices are stored (`ExpertLinear`), usually that of published files.
         init: Initializer of the matrices.
@@ -88,7 +84,6 @@ class MoE(nnx.Module):
 
     Raises:
         TypeError: when `router` is not a router.
-        ValueError: when `capacity_factor` is not positive.
     """
 
     def __init__(
@@ -103,7 +98,6 @@ class MoE(nnx.Module):
         bias: bool = False,
         shared: nnx.Module | None = None,
         shared_gate: bool = False,
-        capacity_factor: float | None = None,
         losses: Sequence[RouterLoss] = (),
         weight_order: ops.ExpertWeightOrder = "EOI",
         init: Init | None = None,
@@ -113,8 +107,6 @@ class MoE(nnx.Module):
             raise TypeError(
                 f"router must be a router, such as nn.Router(dim, num_experts=8, top_k=2), got {router!r:.40}"
             )
-        if capacity_factor is not None and capacity_factor <= 0:
-            raise ValueError(f"capacity_factor must be positive, or None to drop nothing, got {capacity_factor}")
         width = dim if latent_dim is None else latent_dim
         E, into, out = router.num_experts, (mlp_dim, width), (width, mlp_dim)
         self.router, self.shared = router, shared
@@ -129,7 +121,7 @@ class MoE(nnx.Module):
         else:
             self.enter = Einsum("...D,LD->...L", (width, dim), ("rank", "embed"), rngs=rngs)
             self.leave = Einsum("...L,DL->...D", (dim, width), ("embed", "rank"), rngs=rngs)
-        self.activation, self.capacity_factor, self.losses = activation, capacity_factor, tuple(losses)
+        self.activation, self.losses = activation, tuple(losses)
         self.weight_order: ops.ExpertWeightOrder = weight_order
 
     def __call__(
@@ -145,9 +137,8 @@ class MoE(nnx.Module):
             routed_by: Input of the router if it differs from `x` (Gemma 4 normalizes it differently); None means `x`.
 
         Returns:
-            The output, `B T D`, and arrays by name: the router's losses; `moe/load`, each expert's share of the choices
-            before any is dropped; `moe/counts`, how often each was chosen, unless the ids of tokens decide; with a
-            capacity `moe/dropped`, the share of dropped choices.
+            The output, `B T D`, and arrays by name: the router's losses; `moe/load`, each expert's share of the
+            choices; `moe/counts`, how often each was chosen, unless the ids of tokens decide.
 
         Raises:
             ValueError: when `x` is not of shape `B T D`.
@@ -157,11 +148,11 @@ class MoE(nnx.Module):
         routing = self._route(x if routed_by is None else routed_by, ctx)
         # [B, T, D] -> [B, T, L]
         h = x if self.enter is None else self.enter(x)
-        y, computed = self._mix(h, routing, jnp.ones(x.shape[:2], bool) if valid is None else valid)
-        y = self._add_output_bias(y, routing, computed)
+        valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
+        y = self._add_output_bias(self._mix(h, routing, valid), routing, valid)
         # [B, T, L] -> [B, T, D], applied once to the sum over experts
         y = y if self.leave is None else self.leave(y)
-        return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx, computed)
+        return y if self.shared is None else y + self._shared(x), self._aux(routing, ctx)
 
     def _route(self, x, ctx: Context | None) -> Routing:
         """Returns the router's decisions; some routers decide by the ids of tokens."""
@@ -174,22 +165,9 @@ class MoE(nnx.Module):
         y = cast(Any, self.shared)(x)
         return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x))
 
-    def capacity(self, seq: int) -> int | None:
-        """Returns how many tokens of a row of `seq` tokens an expert processes; None means all."""
-        if self.capacity_factor is None:
-            return None
-        # T * X choices over E experts, times the factor.
-        even = self.capacity_factor * seq * self.router.top_k / self.router.num_experts
-        return min(seq, math.ceil(even))
-
     def _mix(self, x, routing: Routing, valid):
-        """Returns the weighted sum without the output bias, `B T D`, and a mask of the computed choices, `B T X`.
-
-        Each device computes its own rows.
-        """
-        capacity = self.capacity(x.shape[1])
-        # A capacity counts tokens of whole rows, so it needs unsplit sequences.
-        E, tokens = self.router.num_experts, ("batch", "seq" if capacity is None else None)
+        """Returns the weighted sum without the output bias, `B T D`; each device computes its own rows."""
+        E, tokens = self.router.num_experts, ("batch", "seq")
         # The mesh axis over which experts are split and tokens are exchanged; None if experts are not split.
         axis = axis_of("act_expert") if E % axis_size("act_expert") == 0 else None
         rows, biased = (*tokens, None), ("act_expert", "mlp")
@@ -202,7 +180,7 @@ class MoE(nnx.Module):
         # An adapter has arrays, so it is passed along with the matrices.
         matmuls = tuple(None if isinstance(m.matmul, LowRank) else m.matmul for m in parts)
         how = {"activation": self.activation, "weight_orders": (matrices[0].weight_order, matrices[-1].weight_order)}
-        options = {**how, "capacity": capacity, "num_experts": E, "axis": axis}
+        options = {**how, "num_experts": E, "axis": axis}
         run = functools.partial(local_experts, matmuls=matmuls, tree=tree, **options)
         split = [names for m in matrices for names in m.names]
         # shard_map takes flat arguments, with one tuple of axis names for each array, in the order of the call below:
@@ -212,19 +190,18 @@ class MoE(nnx.Module):
         #   w: arrays of gate, up and down       split     (also a quantized one's scales, an adapted one's factors)
         # If the width F is split, each device returns its part of the sum on a new first axis "mlp".
         names = [rows, rows, rows, rows, tokens, *[biased] * len(into), *split]
-        mapped = shard_map_by_name(run, names, (("mlp", *rows), rows))
+        mapped = shard_map_by_name(run, names, ("mlp", *rows))
         # [1 or number of parts of F, B, T, D] -> [B, T, D]
-        y, computed = mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w)
-        return y.sum(axis=0), computed
+        return mapped(x, routing.experts, routing.weights, routing.input_weights, valid, *b, *w).sum(axis=0)
 
-    def _add_output_bias(self, y, routing: Routing, computed):
+    def _add_output_bias(self, y, routing: Routing, valid):
         """Adds the weighted biases of the down projections.
 
         This runs outside the shard_map, in which every device with a part of the width would add the bias again.
         """
         if self.down.b is None:
             return y
-        weights = jnp.where(computed, routing.weights, 0)
+        weights = jnp.where(valid[..., None], routing.weights, 0)
         # [B, T, X] -> [B, T, E]: each token's weight for every expert.
         share = jnp.einsum("...X,...XE->...E", weights, jax.nn.one_hot(routing.experts, self.router.num_experts))
         # Every device gathers the biases and adds up a gradient of its own tokens. Left to XLA, the gradient of biases
@@ -233,10 +210,10 @@ class MoE(nnx.Module):
         add = shard_map_by_name(lambda share, b: jnp.einsum("...E,ED->...D", share, b), [tokens, biases], tokens)
         return y + add(share.astype(y.dtype), jnp.asarray(self.down.b[...], y.dtype))
 
-    def _aux(self, routing: Routing, ctx: Context | None, computed) -> dict[str, Array]:
+    def _aux(self, routing: Routing, ctx: Context | None) -> dict[str, Array]:
         """Returns losses and metrics by name."""
         valid = None if ctx is None else ctx.valid
-        # [E]: choices of real tokens; `computed` counts the computed ones.
+        # [E]: choices of real tokens.
         counts = expert_counts(routing.experts, valid, self.router.num_experts)
         total = jnp.maximum(counts.sum(), 1)
         aux = {loss.name: loss(routing, ctx) for loss in self.losses} | {"moe/load": counts / total}
@@ -244,12 +221,10 @@ class MoE(nnx.Module):
         # They move the expert biases; a choice by the token's id has none.
         if not takes_tokens(self.router):
             aux["moe/counts"] = counts
-        if self.capacity_factor is not None:
-            aux["moe/dropped"] = jnp.maximum(counts.sum() - computed.sum(), 0) / total
         return aux
 
     def reference(self, x: Float[Array, "B T D"], ctx: Context | None = None) -> Float[Array, "B T D"]:
-        """Computes the output of a dropless call by a plain loop in which every expert computes every token (the
+        """Computes the output by a plain loop in which every expert computes every token (the
         specification).
         """
         routing, inputs = self._route(x, ctx), x if self.enter is None else self.enter(x)
@@ -274,3 +249,73 @@ class MoE(nnx.Module):
         y = jax.lax.scan(add, jnp.zeros_like(inputs), experts)[0]
         y = y if self.leave is None else self.leave(y)
         return y if self.shared is None else y + self._shared(x)
+
+
+# ---------------------------------------------------------------------------------------------- on one device
+
+
+def local_experts(
+    x: Float[Array, "B T D"],
+    experts: Int[Array, "B T X"],
+    weights: Float[Array, "B T X"],
+    input_weights: Float[Array, "B T X"] | None,
+    valid: Bool[Array, "B T"],
+    *rest: Any,
+    activation: Callable[..., Array],
+    weight_orders: tuple[ops.ExpertWeightOrder, ops.ExpertWeightOrder],
+    matmuls: tuple[Matmul | None, ...],
+    tree: Any,
+    num_experts: int,
+    axis: str | None,
+) -> Float[Array, "1 B T D"]:
+    """Applies one device's experts to its tokens; over an expert axis, tokens are first sent to their experts.
+
+    Args:
+        x: Tokens of this device.
+        experts: Ids of the chosen experts, counted over all devices.
+        weights: Factors on results.
+        input_weights: Factors on inputs, or None.
+        valid: False for padding.
+        *rest: Biases of gate and up (or only up), then the leaves of `tree`.
+        activation: Combines the gate and up projections.
+        weight_orders: Order of the dimensions of gate and up, and of down.
+        matmuls: Matmul of each projection, None where the adapter in `tree` multiplies.
+        tree: Structure of the matrices and adapters, one pair `(w, adapter)` for each projection.
+        num_experts: Number E of experts on all devices.
+        axis: Mesh axis over which experts are split, or None.
+
+    Returns:
+        The weighted sums, with a new first axis on which devices that hold parts of the width F are put side by side.
+    """
+    into = len(matmuls) - 1
+    biases, matrices = rest[:into], jax.tree.unflatten(tree, rest[into:])
+    parts = zip(matmuls, matrices, (*biases, None), strict=True)
+    linears = [(matmul or adapter, w, b) for matmul, (w, adapter), b in parts]
+    apply = functools.partial(_apply, linears=linears, activation=activation, weight_orders=weight_orders)
+    # [B, T, ...] -> [B * T, ...]
+    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (x, experts, weights, input_weights, valid))
+    if axis is None:
+        plan = dispatch.dropless(flat[1], flat[4], num_experts)
+        # [M, D] -> [R, D] -> [R, D] -> [M, D]
+        y = dispatch.combine(apply(*dispatch.weighted_rows(flat[0], flat[2], flat[3], plan), plan), plan)
+    else:
+        y = exchange.dropless(*flat, apply=apply, num_experts=num_experts, axis=axis)
+    # Where gradients need this sum, recomputing it would run the experts, and the exchange of tokens, once more.
+    y = checkpoint_name(y, "moe")
+    # [B, T, D] -> [1, B, T, D]: the axis of partial sums over the parts of the width.
+    return y.reshape(1, *x.shape)
+
+
+def _apply(rows, weights, plan: dispatch.Plan, *, linears, activation, weight_orders):
+    """Applies the experts to the rows of a plan: `down(weights * activation(gate(rows), up(rows)))`, or without gate.
+
+    Weights come before the last matmul, which is linear: rows of width F are fewer bytes than rows of width D, and the
+    gradient of the weights needs the former, which the backward pass computes anyhow. After it, the backward pass would
+    compute the last matmul again, and send its results back to their tokens again.
+    """
+    (*gate, up, down), (into, out) = linears, weight_orders
+    if gate:
+        h = plan.gated(rows, gate[0], up, activation, into)
+    else:
+        h = activation(checkpoint_name(plan.linear(rows, up, into), NAMES[1]))
+    return plan.linear((h * weights).astype(h.dtype), down, out)

@@ -21,7 +21,7 @@ from maxlib.sharding.pipelining import stages
 
 # Platforms on which XLA has `ragged_all_to_all`.
 CAN_RAGGED = ("tpu", "gpu")
-Experts = Callable[[Float[Array, "R D"], Float[Array, "R 1"], dispatch.Dispatch], Float[Array, "R D"]]
+Experts = Callable[[Float[Array, "R D"], Float[Array, "R 1"], dispatch.Plan], Float[Array, "R D"]]
 # Rows that lie together in a TPU's memory. If they travel together, arrays keep their layout; single rows would have to
 # be copied into another layout before an exchange, and back behind it.
 TILE = 8
@@ -39,7 +39,7 @@ def dropless(
     apply: Experts,
     num_experts: int,
     axis: str,
-) -> tuple[Float[Array, "M D"], Bool[Array, "M X"]]:
+) -> Float[Array, "M D"]:
     """Applies the experts of all devices to this device's tokens; no choice is dropped.
 
     Buffers have a static size, but any number of tokens may choose a device's experts. If tokens are spread about
@@ -62,7 +62,7 @@ def dropless(
         axis: Mesh axis over which experts are split.
 
     Returns:
-        The weighted sums, `M D`, and a mask of the choices that were computed, `M X`.
+        The weighted sums, `M D`.
     """
     devices, tokens, ragged = lax.axis_size(axis), (x, experts, weights, input_weights, valid), is_ragged()
     # Use one round if the tokens do not divide into equal parts.
@@ -81,8 +81,7 @@ def dropless(
     worst = functools.partial(_turns, turn, many, dispatch.rounded(experts.size * each // many + empty, length))
     busiest = _busiest(experts, valid, few, num_experts, devices, tile, axis if ragged else None)
     # All devices take the same branch (`_busiest` is a maximum over the mesh), because each branch has collectives.
-    y = lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
-    return y, jnp.broadcast_to(valid[:, None], experts.shape)
+    return lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
 
 
 def is_ragged() -> bool:
@@ -260,32 +259,3 @@ def _travel_backward(axis, size, residuals, d):
 
 
 _travel.defvjp(_travel_forward, _travel_backward)
-
-
-def with_capacity(
-    rows: Float[Array, "B R D"],
-    weights: Float[Array, "B R 1"],
-    apply: Callable[[Float[Array, "E C D"], Float[Array, "E C 1"]], Float[Array, "E C D"]],
-    *,
-    num_experts: int,
-    axis: str,
-) -> Float[Array, "B R D"]:
-    """Applies the experts to buffers with a fixed capacity for each expert and batch row.
-
-    Args:
-        rows: Rows of all experts for this device's batch rows, `R = num_experts * capacity`.
-        weights: Factors on their results.
-        apply: This device's experts, `[experts, capacity, D]` and factors to the same shape.
-        num_experts: Number of experts on all devices.
-        axis: Mesh axis over which experts are split.
-
-    Returns:
-        The results, in the rows of their inputs.
-    """
-    B, R, D = rows.shape
-    # [B, E, C, D] -> [B * devices, E / devices, C, D]: all rows of the batch for this device's experts.
-    by_expert = (a.reshape(B, num_experts, R // num_experts, -1) for a in (rows, weights))
-    here = (lax.all_to_all(a, axis, split_axis=1, concat_axis=0, tiled=True) for a in by_expert)
-    made = jax.vmap(apply)(*here)
-    # Exchange back: [B * devices, E / devices, C, D] -> [B, E, C, D] -> [B, R, D]
-    return lax.all_to_all(made, axis, split_axis=0, concat_axis=1, tiled=True).reshape(B, R, D)

@@ -1,28 +1,118 @@
-"""What layers with a recurrent state or a short convolution share: split sequences, traffic, and initial values."""
+"""What layers with a recurrent state or a short convolution share: caches, split sequences, and initial values."""
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from maxlib import ops
 from maxlib.nn._initial_values import normal
 from maxlib.nn._linear import draw_key
+from maxlib.nn._pytree import pytree
+from maxlib.nn.cache import LayerCache
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.mixer import SplitSequence, Traffic
 from maxlib.sharding import constrain, current, shard_map_by_name
 from maxlib.sharding.layers import AllGatherArg, mesh_axes
 
-# Axis names of arrays with heads: of tokens, of the last inputs of a convolution, and of a state.
+# Axis names of arrays with heads: of tokens, and of a state.
 HEADS = ("batch", "seq", "act_heads", None)
-TAIL = ("batch", None, "act_heads", None)
 STATE = ("batch", "act_heads", None, None)
 Named = tuple[Any, Any]
 """An array, or None, and the names of its axes, a tuple or an `AllGatherArg`."""
+
+
+@pytree
+class StateCache(LayerCache):
+    """Cache of a recurrence. Its size does not depend on the number of tokens, and it cannot be rewound.
+
+    Attributes:
+        tails: The last W - 1 inputs of each of the convolutions, `B W-1 heads width`.
+        state: The state, `B N _ _`, float32 or wider.
+    """
+
+    kind: ClassVar[str | None] = "state"
+
+    tails: tuple[Float[Array, "B U _ _"], ...]
+    state: Float[Array, "B N _ _"]
+
+    @classmethod
+    def empty(
+        cls, batch: int, taps: int, channels: Sequence[tuple[int, int]], state: tuple[int, ...], dtype: Any
+    ) -> "StateCache":
+        """Makes an empty cache.
+
+        Args:
+            batch: Number B of rows.
+            taps: Taps W of the convolutions.
+            channels: Heads and their width for each convolution.
+            state: Shape of the state of a row.
+            dtype: Dtype of the convolutions' inputs; the state is a sum over the whole document, so it is float32, or
+                wider if `dtype` is.
+        """
+        tails = tuple(jnp.zeros((batch, taps - 1, *shape), dtype) for shape in channels)
+        return cls(tails, jnp.zeros((batch, *state), jnp.promote_types(dtype, jnp.float32)))
+
+
+class Convolved(NamedTuple):
+    """An input of a recurrence that passes through a short convolution and SiLU first.
+
+    Attributes:
+        x: `B T heads width`, and the names of its axes.
+        taps: The filters, `heads width W`.
+        bias: `heads width`, or None.
+    """
+
+    x: Named
+    taps: Named
+    bias: Named = (None, None)
+
+
+def convolved_recurrence(
+    run: Callable[..., tuple[Array, Array]],
+    inputs: Sequence[Convolved],
+    others: Sequence[Named],
+    ctx: Context,
+    cache: StateCache | None,
+) -> tuple[Array, StateCache | None]:
+    """Convolves inputs and runs a recurrence, on each device's rows, heads and tokens.
+
+    Args:
+        run: `run(*convolved inputs, *others, is_start=, valid=, axis_name=, initial_state=) -> (out, state)`.
+        inputs: The inputs to convolve; the first one has the heads of the output.
+        others: Further arrays of `run`.
+        ctx: Documents and padding.
+        cache: Convolution inputs and state of earlier tokens, or None.
+
+    Returns:
+        The output, and the new cache.
+    """
+    count, ends = len(inputs), len(inputs) + len(others)
+
+    def op(*arrays, axis_name):
+        (*convolved, starts, valid), masks = arrays, {"axis_name": axis_name}
+        masks |= {"is_start": starts, "valid": valid}
+        xs, further, weights = convolved[:count], convolved[count:ends], convolved[ends:]
+        taps, biases, tails, (state,) = (weights[i * count : (i + 1) * count] for i in range(4))
+        # Each channel becomes a weighted sum over the last W tokens of its document.
+        pairs = [
+            ops.short_convolution(x, w, bias=bias, act=jax.nn.silu, tail=tail, **masks)
+            for x, w, bias, tail in zip(xs, taps, biases, tails, strict=True)
+        ]
+        xs, tails = zip(*pairs, strict=True)
+        out, state = run(*xs, *further, **masks, initial_state=state)
+        return out, *tails, state
+
+    arrays = [*(y.x for y in inputs), *others, *(y.taps for y in inputs), *(y.bias for y in inputs)]
+    states = (None,) * (count + 1) if cache is None else (*cache.tails, cache.state)
+    names = [(batch, None, *channels) for batch, _, *channels in (y.x[1] for y in inputs)]
+    out, new = over_sequence(op, arrays, list(zip(states, [*names, STATE], strict=True)), ctx)
+    return out, None if new is None else StateCache(tuple(new[:-1]), new[-1])
 
 
 def over_sequence(

@@ -17,55 +17,22 @@ from jaxtyping import Array, Float
 from maxlib import ops
 from maxlib._xla_workarounds import for_each_token
 from maxlib.nn._linear import Einsum, of_same
-from maxlib.nn._pytree import pytree
-from maxlib.nn.cache import LayerCache
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
 from maxlib.nn.recurrent._common import (
     HEADS,
-    STATE,
-    TAIL,
+    Convolved,
+    StateCache,
+    convolved_recurrence,
     gather_traffic,
     gathered_weight,
-    over_sequence,
     rates,
     taps,
     wide,
 )
 from maxlib.nn.remat import mark_heads
 from maxlib.sharding import constrain
-
-
-@pytree
-class DeltaCache(LayerCache):
-    """Cache of a gated DeltaNet. Its size does not depend on the number of tokens, and it cannot be rewound.
-
-    Attributes:
-        q: The last W - 1 inputs of the convolution of queries, `B W-1 K Hk`.
-        k: Those of keys, `B W-1 K Hk`.
-        v: Those of values, `B W-1 N Hv`.
-        state: The state, `B N Hk Hv`, float32.
-    """
-
-    kind: ClassVar[str | None] = "state"
-
-    q: Float[Array, "B U K Hk"]
-    k: Float[Array, "B U K Hk"]
-    v: Float[Array, "B U N Hv"]
-    state: Float[Array, "B N Hk Hv"]
-
-    @classmethod
-    def empty(cls, keys: tuple[int, ...], values: tuple[int, ...], dtype: Any) -> "DeltaCache":
-        """Makes an empty cache, whose state is float32, or wider if `dtype` is.
-
-        Args:
-            keys: Shape of the convolution's inputs of keys, `B W-1 K Hk`.
-            values: That of values, `B W-1 N Hv`.
-            dtype: Dtype of the convolution's inputs.
-        """
-        state = jnp.zeros((keys[0], values[2], keys[3], values[3]), jnp.promote_types(dtype, jnp.float32))
-        return cls(jnp.zeros(keys, dtype), jnp.zeros(keys, dtype), jnp.zeros(values, dtype), state)
 
 
 class GatedDeltaNet(SequenceMixer):
@@ -134,8 +101,8 @@ class GatedDeltaNet(SequenceMixer):
         self.implementation = implementation
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
-    ) -> tuple[Float[Array, "B T D"], DeltaCache | None]:
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: StateCache | None = None
+    ) -> tuple[Float[Array, "B T D"], StateCache | None]:
         """Mixes the tokens of each document.
 
         Args:
@@ -150,7 +117,7 @@ class GatedDeltaNet(SequenceMixer):
         # [B, T, D] -> [B, T, heads, width]
         projections = of_same(x, self.q, self.k, self.v, self.gate, self.a, self.b)
         q, k, v, gate, a, b = (constrain(y, *HEADS[: y.ndim]) for y in projections)
-        out, cache = delta_rule(ops.gated_delta_rule, self, (q, k, v), *self._rates(a, b), ctx, cache)
+        out, cache = delta_rule(self, (q, k, v), *self._rates(a, b), ctx, cache)
         # Cheap to compute again; kept for the backward pass, it would take several times the memory of its inputs.
         return jax.checkpoint(self._leave, prevent_cse=False)(checkpoint_name(out, "attention_out"), gate), cache
 
@@ -167,17 +134,11 @@ class GatedDeltaNet(SequenceMixer):
         a_log, dt_bias = (for_each_token(wide(w[...]), a.shape) for w in (self.a_log, self.dt_bias))
         return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), self.max_step * jax.nn.sigmoid(b)
 
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
-        """Makes an empty cache; its size does not depend on `capacity`.
-
-        Args:
-            batch: Number B of rows.
-            capacity: Maximum number of tokens in a row.
-            dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
-        """
-        taps = self.conv_width - 1
-        keys = (batch, taps, self.num_key_heads, self.key_dim)
-        return DeltaCache.empty(keys, (batch, taps, self.num_heads, self.value_dim), dtype)
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> StateCache:
+        """Makes an empty cache for `batch` rows; its size does not depend on `capacity`."""
+        keys, values = (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
+        state = (self.num_heads, self.key_dim, self.value_dim)
+        return StateCache.empty(batch, self.conv_width, (keys, keys, values), state, dtype)
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
@@ -190,18 +151,16 @@ class GatedDeltaNet(SequenceMixer):
 
 
 def delta_rule(
-    rule: Callable[..., tuple[Array, Array]],
     layer: Any,
     qkv: tuple[Array, Array, Array],
     log_decay: Array,
     beta: Array,
     ctx: Context,
-    cache: DeltaCache | None,
-) -> tuple[Array, DeltaCache | None]:
-    """Applies the convolutions and a delta rule to each device's rows, heads and tokens.
+    cache: StateCache | None,
+) -> tuple[Array, StateCache | None]:
+    """Applies the convolutions and the gated delta rule to each device's rows, heads and tokens.
 
     Args:
-        rule: `ops.gated_delta_rule` or `ops.kimi_delta_attention`.
         layer: The layer, with `q_conv`, `k_conv`, `v_conv` and `implementation`.
         qkv: Projected queries, keys and values, `B T N H` each.
         log_decay: Log decays, `B T N`, or `B T N H` of each channel.
@@ -212,25 +171,10 @@ def delta_rule(
     Returns:
         The output, `B T N Hv`, and the new cache.
     """
-    rows = [(mark_heads(y, name), HEADS) for y, name in zip(qkv, "qkv", strict=True)]
-    rows += [(log_decay, HEADS[: log_decay.ndim]), (beta, HEADS[:3])]
-    filters = [gathered_weight(w) for w in (layer.q_conv, layer.k_conv, layer.v_conv)]
-    states = (None,) * 4 if cache is None else (cache.q, cache.k, cache.v, cache.state)
-    op = functools.partial(_on_one_device, rule, layer.implementation)
-    named_states = list(zip(states, (TAIL, TAIL, TAIL, STATE), strict=True))
-    out, new = over_sequence(op, [*rows, *filters], named_states, ctx)
-    return out, None if new is None else DeltaCache(*new)
-
-
-def _on_one_device(rule, implementation, q, k, v, log_decay, beta, *rest, axis_name):
-    """Applies the convolutions and the rule to one device's part; returns the output and the new cache's arrays."""
-    filters, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:]
-    masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-    # Each channel becomes a weighted sum over the last W tokens of its document.
-    convolved = [
-        ops.short_convolution(x, w, act=jax.nn.silu, tail=tail, **masks)
-        for x, w, tail in zip((q, k, v), filters, tails, strict=True)
+    inputs = [
+        Convolved((mark_heads(y, name), HEADS), gathered_weight(taps))
+        for y, name, taps in zip(qkv, "qkv", (layer.q_conv, layer.k_conv, layer.v_conv), strict=True)
     ]
-    (q, k, v), tails = zip(*convolved, strict=True)
-    out, state = rule(q, k, v, log_decay, beta, **masks, initial_state=state, implementation=implementation)
-    return out, *tails, state
+    rates = [(log_decay, HEADS[: log_decay.ndim]), (beta, HEADS[:3])]
+    run = functools.partial(ops.gated_delta_rule, implementation=layer.implementation)
+    return convolved_recurrence(run, inputs, rates, ctx, cache)

@@ -11,18 +11,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib import ops
 from maxlib.nn._linear import Einsum
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
-from maxlib.nn.recurrent._common import HEADS, gather_traffic, rates, taps, wide
-from maxlib.nn.recurrent._delta_net import DeltaCache, delta_rule
+from maxlib.nn.recurrent._common import HEADS, StateCache, gather_traffic, rates, taps, wide
+from maxlib.nn.recurrent._delta_net import delta_rule
 from maxlib.sharding import constrain
 
 
 class KimiDeltaAttention(SequenceMixer):
-    """Kimi delta attention: `out(norm(o) * sigmoid(gate(x)))`; `o` is `ops.kimi_delta_attention` of convolved
+    """Kimi delta attention: `out(norm(o) * sigmoid(gate(x)))`; `o` is `ops.gated_delta_rule` of convolved
     projections.
 
     Queries, keys and values pass a short convolution and SiLU. With `f(x)` of a number for each channel of each head,
@@ -38,14 +37,14 @@ class KimiDeltaAttention(SequenceMixer):
         conv_width: Number W of taps of the convolution.
         norm_eps: Added to the mean square in the norm of the output.
         lower_bound: Least log decay, a negative number; None for no bound.
-        implementation: Name of an implementation of `ops.kimi_delta_attention`; None chooses the best one.
+        implementation: Name of an implementation of `ops.gated_delta_rule`; None chooses the best one.
         rngs: Source of initial values.
 
     Raises:
         ValueError: when `conv_width` is below 2.
     """
 
-    op: ClassVar[str | None] = "kimi_delta_attention"
+    op: ClassVar[str | None] = "gated_delta_rule"
     kind: ClassVar[str | None] = "Kimi delta attention"
     features: ClassVar[tuple[str, ...]] = ("short convolution",)
 
@@ -85,8 +84,8 @@ class KimiDeltaAttention(SequenceMixer):
         self.lower_bound = lower_bound
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: DeltaCache | None = None
-    ) -> tuple[Float[Array, "B T D"], DeltaCache | None]:
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: StateCache | None = None
+    ) -> tuple[Float[Array, "B T D"], StateCache | None]:
         """Mixes the tokens of each document.
 
         Args:
@@ -101,7 +100,7 @@ class KimiDeltaAttention(SequenceMixer):
         # [B, T, D] -> [B, T, N, H]
         projected = (self.q(x), self.k(x), self.v(x), *self._rates(x))
         q, k, v, log_decay, beta = (constrain(y, *HEADS[: y.ndim]) for y in projected)
-        out, cache = delta_rule(ops.kimi_delta_attention, self, (q, k, v), log_decay, beta, ctx, cache)
+        out, cache = delta_rule(self, (q, k, v), log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, H]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         # [B, T, D] -> [B, T, R] -> [B, T, N, H]
@@ -118,16 +117,10 @@ class KimiDeltaAttention(SequenceMixer):
             return self.lower_bound * jax.nn.sigmoid(jnp.exp(a_log) * (f + dt_bias)), jax.nn.sigmoid(b)
         return -jnp.exp(a_log) * jax.nn.softplus(f + dt_bias), jax.nn.sigmoid(b)
 
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> DeltaCache:
-        """Makes an empty cache; its size does not depend on `capacity`.
-
-        Args:
-            batch: Number B of rows.
-            capacity: Maximum number of tokens in a row.
-            dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
-        """
-        tail = (batch, self.conv_width - 1, self.num_heads, self.head_dim)
-        return DeltaCache.empty(tail, tail, dtype)
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> StateCache:
+        """Makes an empty cache for `batch` rows; its size does not depend on `capacity`."""
+        heads = (self.num_heads, self.head_dim)
+        return StateCache.empty(batch, self.conv_width, (heads,) * 3, (*heads, self.head_dim), dtype)
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of transitions, states and convolution inputs that devices gather in a training step."""

@@ -4,7 +4,6 @@ Shapes: B rows, T new tokens, D width, N heads of width P, G groups that share t
 and read, W taps of the convolution.
 """
 
-import functools
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -16,35 +15,23 @@ from jaxtyping import Array, Float
 from maxlib import ops
 from maxlib._xla_workarounds import for_each_token
 from maxlib.nn._linear import Einsum
-from maxlib.nn._pytree import pytree
-from maxlib.nn.cache import LayerCache
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import GroupRMSNorm
-from maxlib.nn.recurrent._common import HEADS, STATE, TAIL, gather_traffic, over_sequence, rates, taps, wide
+from maxlib.nn.recurrent._common import (
+    HEADS,
+    Convolved,
+    StateCache,
+    convolved_recurrence,
+    gather_traffic,
+    rates,
+    taps,
+    wide,
+)
 from maxlib.nn.remat import mark_heads
 from maxlib.sharding import constrain
 
 Factors = tuple[float, float, float, float, float]
-
-
-@pytree
-class MambaCache(LayerCache):
-    """Cache of a Mamba-2 layer. Its size does not depend on the number of tokens, and it cannot be rewound.
-
-    Attributes:
-        x: The last W - 1 inputs of the convolution of `x`, `B W-1 N P`.
-        b: Those of `b`, `B W-1 G S`.
-        c: Those of `c`, `B W-1 G S`.
-        state: The state, `B N P S`, float32.
-    """
-
-    kind: ClassVar[str | None] = "state"
-
-    x: Float[Array, "B U N P"]
-    b: Float[Array, "B U G S"]
-    c: Float[Array, "B U G S"]
-    state: Float[Array, "B N P S"]
 
 
 class Mamba2(SequenceMixer):
@@ -129,8 +116,8 @@ class Mamba2(SequenceMixer):
         self.dt_limit, self.norm_order, self.factors, self.implementation = dt_limit, norm, factors, implementation
 
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: MambaCache | None = None
-    ) -> tuple[Float[Array, "B T D"], MambaCache | None]:
+        self, x: Float[Array, "B T D"], ctx: Context | None = None, cache: StateCache | None = None
+    ) -> tuple[Float[Array, "B T D"], StateCache | None]:
         """Mixes the tokens of each document.
 
         Args:
@@ -177,42 +164,31 @@ class Mamba2(SequenceMixer):
             return y * gate
         return self.norm(y * gate) if self.norm_order == "gate_first" else self.norm(y) * gate
 
-    def _mix(self, x, b, c, dt, ctx: Context, cache: MambaCache | None):
+    def _mix(self, x, b, c, dt, ctx: Context, cache: StateCache | None):
         """Applies the convolution and the recurrence to each device's rows, heads and tokens."""
         # b and c of a single group are replicated; those of several groups are split as the heads are.
-        of_groups = None if self.num_groups == 1 else "act_heads"
-        group_rows, group_tail = ("batch", "seq", of_groups, None), ("batch", None, of_groups, None)
-        rows = [(x, HEADS), (b, group_rows), (c, group_rows), (dt, HEADS[:3])]
-        states = (None,) * 4 if cache is None else (cache.x, cache.b, cache.c, cache.state)
-        named_states = list(zip(states, (TAIL, group_tail, group_tail, STATE), strict=True))
-        op = functools.partial(_on_one_device, self.implementation)
-        out, new = over_sequence(op, [*rows, *self._weights(of_groups)], named_states, ctx)
-        return out, None if new is None else MambaCache(*new)
+        heads, groups = "act_heads", None if self.num_groups == 1 else "act_heads"
+        inputs = [self._convolved("x", x, heads), self._convolved("b", b, groups), self._convolved("c", c, groups)]
+        rates = [(dt, HEADS[:3]), (self.a_log[...], (heads,)), (self.d[...], (heads,))]
+        return convolved_recurrence(self._recurrence, inputs, rates, ctx, cache)
 
-    def _weights(self, of_groups: str | None) -> list[tuple[Array | None, tuple[str | None, ...]]]:
-        """Returns decay rates, input factors, filters and biases for the op, by head or group, and their axis names."""
+    def _convolved(self, name: str, x: Array, axis: str | None) -> Convolved:
+        """Returns an input, `B T heads width`, with its filters and biases by head or group."""
+        taps, bias, shape = getattr(self, f"{name}_conv"), getattr(self, f"{name}_conv_bias"), x.shape[2:]
+        # [heads * width, W] -> [heads, width, W]
+        of_taps = taps[...].reshape(*shape, -1), (axis, None, None)
+        of_bias = None if bias is None else bias[...].reshape(shape), (axis, None)
+        return Convolved((x, ("batch", "seq", axis, None)), of_taps, of_bias)
+
+    def _recurrence(self, x, b, c, dt, a_log, d, **options):
+        # Negative for every a_log, so that states decay. [N]
+        a = -jnp.exp(a_log.astype(dt.dtype))
+        return ops.ssd(x, dt, a, b, c, d=d, **options, implementation=self.implementation)
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> StateCache:
+        """Makes an empty cache for `batch` rows; its size does not depend on `capacity`."""
         heads, groups = (self.num_heads, self.head_dim), (self.num_groups, self.state_dim)
-        weights: list[Any] = [(self.a_log[...], ("act_heads",)), (self.d[...], ("act_heads",))]
-        for name in ("conv", "conv_bias"):
-            for letter, sizes, axis in (("x", heads, "act_heads"), ("b", groups, of_groups), ("c", groups, of_groups)):
-                w = getattr(self, f"{letter}_{name}")
-                # [N * P, W] -> [N, P, W], [G * S, W] -> [G, S, W]
-                array = None if w is None else w[...].reshape(*sizes, *w.shape[1:])
-                weights.append((array, (axis, None, None)[: 3 if name == "conv" else 2]))
-        return weights
-
-    def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> MambaCache:
-        """Makes an empty cache; its size does not depend on `capacity`.
-
-        Args:
-            batch: Number B of rows.
-            capacity: Maximum number of tokens in a row.
-            dtype: Dtype of the convolution's inputs; the state is float32, or wider if `dtype` is.
-        """
-        N, P, G, S, U = self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_width - 1
-        # Convolution inputs are rounded like activations; the state is a sum over the whole document, so it is float32.
-        heads, groups = jnp.zeros((batch, U, N, P), dtype), jnp.zeros((batch, U, G, S), dtype)
-        return MambaCache(heads, groups, groups, jnp.zeros((batch, N, P, S), jnp.promote_types(dtype, jnp.float32)))
+        return StateCache.empty(batch, self.conv_width, (heads, groups, groups), (*heads, self.state_dim), dtype)
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes of state transitions, states and convolution inputs that devices gather in a
@@ -222,21 +198,3 @@ class Mamba2(SequenceMixer):
         effect = 4 * N * (P * S + 1)  # float32; the transition is one number per head
         tail = (self.conv_width - 1) * (N * P + 2 * G * S) * split.width
         return gather_traffic(split, (effect + tail) / split.heads)
-
-
-def _on_one_device(implementation, x, b, c, dt, a_log, d, *rest, axis_name):
-    """Applies the convolution and the recurrence to one device's part; returns the output and the new cache's
-    arrays.
-    """
-    filters, biases, tails, (state, starts, valid) = rest[:3], rest[3:6], rest[6:9], rest[9:]
-    masks = {"is_start": starts, "valid": valid, "axis_name": axis_name}
-    # Each channel becomes a weighted sum over the last W tokens of its document.
-    convolved = [
-        ops.short_convolution(y, w, bias=bias, act=jax.nn.silu, tail=tail, **masks)
-        for y, w, bias, tail in zip((x, b, c), filters, biases, tails, strict=True)
-    ]
-    (x, b, c), tails = zip(*convolved, strict=True)
-    # Negative for every a_log, so that states decay. [N]
-    a = -jnp.exp(a_log.astype(dt.dtype))
-    out, state = ops.ssd(x, dt, a, b, c, d=d, **masks, initial_state=state, implementation=implementation)
-    return out, *tails, state

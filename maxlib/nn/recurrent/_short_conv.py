@@ -98,13 +98,7 @@ class ShortConvolution(SequenceMixer):
         return out, None if new is None else ConvCache(*new)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> ConvCache:
-        """Makes an empty cache; its size does not depend on `capacity`.
-
-        Args:
-            batch: Number B of rows.
-            capacity: Maximum number of tokens in a row.
-            dtype: Dtype of the convolution's inputs.
-        """
+        """Makes an empty cache for `batch` rows; its size does not depend on `capacity`."""
         return ConvCache(jnp.zeros((batch, self.conv_width - 1, self.dim), dtype))
 
     def traffic(self, split: SplitSequence) -> Traffic:

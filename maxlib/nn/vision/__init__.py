@@ -11,7 +11,7 @@ from maxlib.nn.vision._encoder import in_patches as in_patches
 from maxlib.nn.vision._encoder import patch_embedding as patch_embedding
 from maxlib.nn.vision._inputs import ImageInput as ImageInput
 from maxlib.nn.vision._inputs import PatchInput as PatchInput
-from maxlib.nn.vision._mrope import mrope_positions as mrope_positions
+from maxlib.nn.vision._inputs import mrope_positions as mrope_positions
 from maxlib.nn.vision._patches import Patches as Patches
 from maxlib.nn.vision._patches import PatchPositions as PatchPositions
 from maxlib.nn.vision._patches import pad_patches as pad_patches

@@ -10,8 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlib.nn._linear import Einsum
-from maxlib.nn._mlp import MLP
+from maxlib.nn._linear import MLP, Einsum
 from maxlib.nn.attention._grouped_query import Attention
 from maxlib.nn.decoder._context import AnyRope, Context
 from maxlib.nn.norm import LayerNorm

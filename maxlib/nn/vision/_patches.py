@@ -43,11 +43,7 @@ class Patches:
     @property
     def in_rows(self) -> "Patches":
         """Returns the same patches with an axis of rows."""
-        return self if self.pixels.ndim == 3 else jax.tree.map(_in_one_row, self)
-
-
-def _in_one_row(x: Array | np.ndarray) -> Array | np.ndarray:
-    return x[None]
+        return self if self.pixels.ndim == 3 else jax.tree.map(lambda x: x[None], self)
 
 
 def pad_patches(pixels: Any, grids: Any, *, counts: Any = None, second_per_grid: Any = None) -> Patches:
@@ -94,11 +90,7 @@ def pad_patches(pixels: Any, grids: Any, *, counts: Any = None, second_per_grid:
         times = [_seconds(grids[a:b], second_per_grid[a:b]) for a, b in itertools.pairwise(first)]
         seconds = np.stack([_padded(row, num_images)[:, 0] for row in times])
     patches = Patches(pixels, padded, seconds)
-    return patches if len(counts) > 1 else jax.tree.map(_first_row, patches)
-
-
-def _first_row(x: np.ndarray) -> np.ndarray:
-    return x[0]
+    return patches if len(counts) > 1 else jax.tree.map(lambda x: x[0], patches)
 
 
 def _seconds(grids: np.ndarray, steps: Any) -> Float[np.ndarray, "frames 1"]:

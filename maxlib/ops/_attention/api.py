@@ -10,8 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device, explained_device
+from maxlib.ops._attention.inputs import AttentionInputs
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 from maxlib.ops._attention.table import ATTENTION, AttentionCall, without_device
+from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Shaped
 
@@ -133,14 +135,13 @@ def _hint(mask_hint: StaticMask | MaskHint | None, k_start, k_end) -> MaskHint |
 @register_flops(_flops, static=("static", "scale", "softcap", "choice"), name="attention")
 def _attention(q, k, v, k_start, k_end, sinks, bias, segment_ids, *, static, scale, softcap, choice: Choice):
     kernel = ATTENTION[choice.kernel]
-    options = choice.options | ({"mask_hint": MaskHint(static, segment_ids)} if kernel.takes_mask_hint else {})
     if static is not None and not (static.aligned or kernel.takes_mask_hint):
         # In a ring, bounds may be outside of this part of the keys, and windows count from there. Other kernels skip
         # more tiles with clipped bounds.
         k_start, k_end = (jnp.clip(x, 0, k.shape[1]) for x in (k_start, k_end))
-    return kernel.run(
-        q, k, v, k_start=k_start, k_end=k_end, scale=scale, softcap=softcap, sinks=sinks, bias=bias, **options
-    )
+    hint = MaskHint(static, segment_ids) if kernel.takes_mask_hint and static is not None else None
+    x = AttentionInputs(q, k, v, k_start, k_end, scale, softcap, sinks, bias, hint)
+    return kernel.run(x, **choice.options)
 
 
 def explain_attention(
@@ -189,8 +190,8 @@ def explain_attention(
 
 def _values(k, width: int):
     """Returns the first channels of the keys."""
-    _require(len(k.shape) == 4, "k must have the axes B S K Hk", f"shape {k.shape}")
-    _require(0 < width <= k.shape[3], f"v must be values, or their width, from 1 to Hk={k.shape[3]}", f"{width}")
+    Hk = check_axes("attention", k=(k, "B S K Hk"))["Hk"]
+    require("attention", 0 < width <= Hk, f"v must be values, or their width, from 1 to Hk={Hk}", f"{width}")
     return k[..., :width]
 
 
@@ -198,7 +199,7 @@ def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, d
     _check(q, k, v, k_start, k_end, softcap, sinks, bias)
     if hint is not None and hint.segment_ids is not None:
         shapes, got = (q.shape[:2], k.shape[:2]), tuple(ids.shape for ids in hint.segment_ids)
-        _require(got == shapes, f"segment_ids must have the axes B T and B S, here {shapes}", f"shapes {got}")
+        require("attention", got == shapes, f"segment_ids must be B T and B S, here {shapes}", f"shapes {got}")
     (B, T, N, Hk), (S, K, Hv) = q.shape, v.shape[1:]
     uses = {
         "gqa": K != N,
@@ -229,33 +230,26 @@ def _describe(q, k, v, k_start, k_end, softcap, sinks, bias, return_lse, hint, d
 
 
 def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:
-    for name, x, axes in (("q", q, "B T N Hk"), ("k", k, "B S K Hk"), ("v", v, "B S K Hv")):
-        _require(len(x.shape) == 4, f"{name} must have the axes {axes}", f"shape {x.shape}")
-        _require(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", str(x.dtype))
-    (B, T, N, Hk), (S, K) = q.shape, k.shape[1:3]
-    _require(k.shape[0] == B and v.shape[0] == B, "q, k and v must agree in B", _shapes(q=q, k=k, v=v))
-    _require(v.shape[1:3] == (S, K), "k and v must agree in S and K", _shapes(k=k, v=v))
-    _require(k.shape[3] == Hk, "q and k must agree in Hk", _shapes(q=q, k=k))
-    _require(K > 0 and N % K == 0, "the N query heads must be a multiple of the K key heads", f"N={N} and K={K}")
-    _require(T > 0 and S > 0, "attention needs at least one query and one key", f"T={T} and S={S}")
+    op = "attention"
+    sizes = check_axes(
+        op,
+        q=(q, "B T N Hk"),
+        k=(k, "B S K Hk"),
+        v=(v, "B S K Hv"),
+        k_start=(k_start, "B T"),
+        k_end=(k_end, "B T"),
+        sinks=(sinks, "N"),
+    )
+    B, T, N, S, K = (sizes[axis] for axis in "BTNSK")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(op, jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", str(x.dtype))
+    require(op, K > 0 and N % K == 0, "the N query heads must be a multiple of the K key heads", f"N={N} and K={K}")
+    require(op, T > 0 and S > 0, "attention needs at least one query and one key", f"T={T} and S={S}")
     for name, ends in (("k_start", k_start), ("k_end", k_end)):
-        if ends is not None:
-            _require(ends.shape == (B, T), f"{name} must have the axes B T = {(B, T)}", f"shape {ends.shape}")
-            _require(jnp.issubdtype(ends.dtype, jnp.integer), f"{name} must hold integer key indices", str(ends.dtype))
-    if sinks is not None:
-        _require(sinks.shape == (N,), f"sinks must have one entry per query head, N={N}", f"shape {sinks.shape}")
+        is_index = ends is None or jnp.issubdtype(ends.dtype, jnp.integer)
+        require(op, is_index, f"{name} must hold integer key indices", getattr(ends, "dtype", None))
     if bias is not None:
         fits = len(bias.shape) == 4 and bias.shape[0] in (1, B) and bias.shape[1] in (1, N) and bias.shape[2:] == (T, S)
-        _require(
-            fits, f"bias must have the axes B N T S = {(B, N, T, S)}, where B and N may be 1", f"shape {bias.shape}"
-        )
-    _require(softcap is None or softcap > 0, "softcap must be positive, or None for no cap", str(softcap))
-
-
-def _shapes(**arrays) -> str:
-    return ", ".join(f"{name} {x.shape}" for name, x in arrays.items())
-
-
-def _require(holds: bool, must: str, got: str) -> None:
-    if not holds:
-        raise ValueError(f"attention: {must}, got {got}")
+        must = f"bias must have the axes B N T S = {(B, N, T, S)}, where B and N may be 1"
+        require(op, fits, must, f"shape {bias.shape}")
+    require(op, softcap is None or softcap > 0, "softcap must be positive, or None for no cap", str(softcap))

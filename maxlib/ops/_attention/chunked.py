@@ -10,14 +10,14 @@ queries: grouped heads share a matmul and keys are never repeated), c the keys o
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import einops
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from maxlib._utils.loops import scan
 from maxlib._utils.varying import vary_alike
@@ -25,6 +25,7 @@ from maxlib._xla_workarounds import inner
 from maxlib.hardware import current_device
 from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.ops._attention.inputs import AttentionInputs, Results
 
 
 class Spec(NamedTuple):
@@ -46,42 +47,29 @@ class Rows(NamedTuple):
     bias: Array | None  # Q #B #K R S
 
 
-def chunked(
-    q: Float[Array, "B T N Hk"],
-    k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
-    *,
-    k_start: Int[Array, "B T"],
-    k_end: Int[Array, "B T"],
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    bias: Float[Array, "#B #N T S"] | None = None,
-    tiles: "ChunkedTiles | None" = None,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+def chunked(x: AttentionInputs, tiles: "ChunkedTiles | None" = None) -> Results:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
     Differentiable once (reverse mode) in q, k, v, sinks and bias.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        k_start: Index of the first key that each query attends to.
-        k_end: One past the index of the last key.
-        scale: Factor on the products of queries and keys.
-        softcap: Bound of the logits, or None.
-        sinks: An extra logit per head, without a value.
-        bias: Added to the logits.
+        x: The arguments.
         tiles: Sizes of a block; default: `chunked_tiles`.
     """
+    q, k, bias = x.q, x.k, x.bias
     tiles = tiles or chunked_tiles(q.shape[1], q.shape[2], k.shape[1], current_device()[0])
-    spec = tiles.spec(q.shape, k.shape[1], scale, softcap, whole_batch=bias is not None)
+    spec = tiles.spec(q.shape, k.shape[1], x.scale, x.softcap, whole_batch=bias is not None)
     bias = None if bias is None else _fold_bias(bias, q.shape[2], k.shape[2], spec.block_q)
     # Under shard_map, make all operands vary over the same axes; the transpose sums the gradients of replicated ones.
-    arrays = vary_alike((q, k, v, bias, k_start.astype(jnp.int32), k_end.astype(jnp.int32)))
+    arrays = vary_alike((q, k, x.v, bias, x.start.astype(jnp.int32), x.end.astype(jnp.int32)))
     out, lse = _attend(spec, *arrays)
-    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+    return (out, lse) if x.sinks is None else merge_sinks(out, lse, x.sinks)
+
+
+def chunked_gradients(x: AttentionInputs, cotangents: Any) -> tuple[Array, Array, Array]:
+    """Returns the gradients of q, k and v, for kernels of few queries, which rarely need one."""
+    _, vjp = jax.vjp(lambda q, k, v: chunked(x._replace(q=q, k=k, v=v)), x.q, x.k, x.v)
+    return vjp(cotangents)
 
 
 class _Device(NamedTuple):

@@ -4,33 +4,24 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+
+from maxlib.ops._attention.inputs import AttentionInputs, Results
 
 
-def reference(
-    q: Float[Array, "B T N Hk"],
-    k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
-    *,
-    k_start: Int[Array, "B T"],
-    k_end: Int[Array, "B T"],
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    bias: Float[Array, "#B #N T S"] | None = None,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+def reference(x: AttentionInputs) -> Results:
     """Returns the output and the log-sum-exp of each row's logits (sink included; `-inf` for empty rows)."""
+    q, k, v, sinks = x.q, x.k, x.v, x.sinks
     S, K, compute = *k.shape[1:3], jnp.promote_types(q.dtype, jnp.float32)
     # Group the query heads of each key head instead of repeating keys: N = K * G.
     queries = rearrange(q.astype(compute), "B T (K G) H -> B T K G H", K=K)
-    logits = scale * jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(compute))
+    logits = x.scale * jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(compute))
     logits = rearrange(logits, "B K G T S -> B (K G) T S")
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
-    if bias is not None:
-        logits = logits + bias.astype(compute)
+    if x.softcap is not None:
+        logits = x.softcap * jnp.tanh(logits / x.softcap)
+    if x.bias is not None:
+        logits = logits + x.bias.astype(compute)
     keys = jnp.arange(S)[None, None]
-    visible = (k_start[..., None] <= keys) & (keys < k_end[..., None])  # B T S
+    visible = (x.start[..., None] <= keys) & (keys < x.end[..., None])  # B T S
     logits = jnp.where(visible[:, None], logits, -jnp.inf)
     sink = jnp.full((), -jnp.inf, compute) if sinks is None else sinks.astype(compute)
     # The sink is an extra logit of the softmax without a value: it only enters the maximum and the total.

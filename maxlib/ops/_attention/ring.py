@@ -6,7 +6,6 @@ dv, so no device ever holds more than two parts. Tiles outside the intervals are
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxlib.kernels.attention.merge import merge_sinks
+from maxlib.kernels.attention.merge import merge_parts, merge_sinks
 from maxlib.ops._attention.api import attention
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
@@ -86,7 +85,8 @@ def _attend(ring: _Ring, q, k, v, k_start, k_end, segment_ids):
     def meet(step, carry):
         k, v, ids, out, lse = carry  # ids: segments of the keys, (B S,) or ()
         following = _pass_on(ring, (k, v, ids))  # this transfer overlaps with the attention below
-        out, lse = _merge((out, lse), _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids)))
+        part = _part(ring, step, q, k, v, k_start, k_end, (*segment_ids[:1], *ids))
+        out, lse = _merged([(out, lse), part])
         return *following, out, lse
 
     none = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
@@ -158,19 +158,10 @@ def _part(ring: _Ring, step, q, k, v, k_start, k_end, segment_ids) -> tuple[Arra
         hint = None if ring.mask is None else MaskHint(ring.mask, segments)
         options = dict(ring.options)
         parts.append(attention(q, keys, values, k_start=start, k_end=end, mask_hint=hint, return_lse=True, **options))
-    return functools.reduce(_merge, parts)
+    return parts[0] if len(parts) == 1 else _merged(parts)
 
 
-def _merge(a, b):
-    """Merges two softmaxes over different keys; differentiable, also for a row without a visible key."""
-    # out = (e^a out_a + e^b out_b) / (e^a + e^b) with log-sum-exps a and b, shifted by the larger one.
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    peak = jnp.maximum(lse_a, lse_b)
-    peak = jnp.where(jnp.isfinite(peak), lax.stop_gradient(peak), 0.0)
-    weight_a, weight_b = (jnp.exp(lse - peak) for lse in (lse_a, lse_b))
-    total = weight_a + weight_b
-    safe = jnp.where(total > 0, total, 1.0)
-    out = (weight_a[..., None] * out_a.astype(jnp.float32) + weight_b[..., None] * out_b.astype(jnp.float32)) / safe[
-        ..., None
-    ]
-    return out, jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
+def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Returns one softmax over the keys of all parts, in float32."""
+    outs, lses = zip(*parts, strict=True)
+    return merge_parts(jnp.stack([out.astype(jnp.float32) for out in outs]), jnp.stack(lses))

@@ -18,13 +18,14 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from maxlib._xla_workarounds import together
 from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.tiles import tiles_of
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops._attention.masks import MaskHint, StaticMask
+from maxlib.ops._attention.inputs import AttentionInputs, Results
+from maxlib.ops._attention.masks import StaticMask
 
 LANES = 128  # lanes of a vector register; blocks are multiples of it
 MOST_PARTS = 8  # partial gradients of the queries, which are summed after the kernel
@@ -102,49 +103,28 @@ class Spec(NamedTuple):
     interpret: bool
 
 
-def splash(
-    q: Float[Array, "B T N Hk"],
-    k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
-    *,
-    k_start: Int[Array, "B T"],
-    k_end: Int[Array, "B T"],
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    bias: None = None,
-    mask_hint: MaskHint,
-    tiles: SplashTiles | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+def splash(x: AttentionInputs, tiles: SplashTiles | None = None, *, interpret: bool = False) -> Results:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
     Differentiable once (reverse mode) in q, k, v and sinks.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        k_start: Index of the first key that each query attends to.
-        k_end: One past the index of the last key; it may be out of range.
-        scale: Factor on the products of queries and keys.
-        softcap: Bound of the logits, or None.
-        sinks: An extra logit per head, without a value.
-        bias: Not supported.
-        mask_hint: Static description of the intervals, with segments if it is segmented.
+        x: The arguments, with segments in the hint if it is segmented.
         tiles: Block sizes, shrunk to the lengths; default: `splash_tiles`.
         interpret: True runs the kernels in Pallas's interpreter, on any device.
     """
+    assert x.mask_hint is not None
+    q, mask_hint = x.q, x.mask_hint
     # [B, T, N, Hk], [B, S, K, Hv]
-    (_, T, _, Hk), (_, S, _, Hv) = q.shape, v.shape
+    (_, T, _, Hk), (_, S, _, Hv) = q.shape, x.v.shape
     tiles = (tiles or splash_tiles(T, S, Hk, Hv)).fit(T, S)
-    spec = Spec(softcap, mask_hint.static, tiles, interpret)
+    spec = Spec(x.softcap, mask_hint.static, tiles, interpret)
     ids = mask_hint.segment_ids if mask_hint.static.segmented else None
     # The kernels have no scale: multiply the queries by it, which rounds them once more.
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    out, lse = _attend(spec, q, k, v, k_start.astype(jnp.int32), k_end.astype(jnp.int32), ids)
-    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+    q = (q.astype(jnp.float32) * x.scale).astype(q.dtype)
+    k, v = x.k.astype(q.dtype), x.v.astype(q.dtype)
+    out, lse = _attend(spec, q, k, v, x.start.astype(jnp.int32), x.end.astype(jnp.int32), ids)
+    return (out, lse) if x.sinks is None else merge_sinks(out, lse, x.sinks)
 
 
 # ---------------------------------------------------------------------------------------------- the custom VJP

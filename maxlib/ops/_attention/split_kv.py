@@ -14,11 +14,11 @@ import einops
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
 from maxlib.kernels.attention.merge import merge_parts, merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops._attention.chunked import chunked
+from maxlib.ops._attention.chunked import chunked_gradients
+from maxlib.ops._attention.inputs import AttentionInputs, Results
 
 MAX_QUERIES = 16
 
@@ -45,28 +45,16 @@ class Spec(NamedTuple):
     part: int
 
 
-def split_kv(
-    q: Float[Array, "B T N Hk"],
-    k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
-    *,
-    k_start: Int[Array, "B T"],
-    k_end: Int[Array, "B T"],
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    bias: None = None,
-    tiles: SplitTiles | None = None,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+def split_kv(x: AttentionInputs, tiles: SplitTiles | None = None) -> Results:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
-    All arguments but `tiles` are those of `reference`. The gradient is computed by `chunked`.
+    The gradient is computed by `chunked`.
     """
     tiles = tiles or SplitTiles()
-    wave = min(tiles.wave, k.shape[1])
-    spec = Spec(scale, softcap, wave, _divisor(wave, tiles.part))
-    out, lse = _attend(spec, q, k, v, k_start.astype(jnp.int32), k_end.astype(jnp.int32))
-    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+    wave = min(tiles.wave, x.k.shape[1])
+    spec = Spec(x.scale, x.softcap, wave, _divisor(wave, tiles.part))
+    out, lse = _attend(spec, x.q, x.k, x.v, x.start.astype(jnp.int32), x.end.astype(jnp.int32))
+    return (out, lse) if x.sinks is None else merge_sinks(out, lse, x.sinks)
 
 
 def _divisor(wave: int, part: int) -> int:
@@ -122,11 +110,7 @@ def _attend_fwd(spec: Spec, *args):
 
 
 def _attend_bwd(spec: Spec, args, cotangents):
-    q, k, v, k_start, k_end = args
-    options = {"k_start": k_start, "k_end": k_end, "scale": spec.scale, "softcap": spec.softcap}
-    # Decoding rarely needs a gradient: use that of `chunked`, which computes the same function.
-    _, vjp = jax.vjp(lambda q, k, v: chunked(q, k, v, **options), q, k, v)
-    return *vjp(cotangents), None, None
+    return *chunked_gradients(AttentionInputs(*args, spec.scale, spec.softcap), cotangents), None, None
 
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))

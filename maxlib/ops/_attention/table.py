@@ -21,13 +21,11 @@ from collections.abc import Callable
 
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
-from maxlib.kernels.attention.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.tile_sizes import chosen_tiles
 from maxlib.ops._attention.chunked import chunked, chunked_tiles
-from maxlib.ops._attention.cudnn import cudnn, head_width
-from maxlib.ops._attention.cudnn_sinks import refuses_sinks
+from maxlib.ops._attention.cudnn import cudnn, head_width, refuses_sinks
 from maxlib.ops._attention.masks import StaticMask
-from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
+from maxlib.ops._attention.mosaic_gpu import mosaic_gpu, mosaic_gpu_mla
 from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.splash import MOST_BLOCKS, SplashTiles, splash, splash_tiles
 from maxlib.ops._attention.split_kv import MAX_QUERIES, SplitTiles, split_kv

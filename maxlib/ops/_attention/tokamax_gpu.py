@@ -11,8 +11,9 @@ import re
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
+from maxlib.ops._attention.inputs import AttentionInputs, Results
 from maxlib.ops._attention.masks import MaskHint, StaticMask
 
 INSTALL = "pip install 'maxlib[cuda]'"
@@ -50,20 +51,7 @@ def parse_no_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def tokamax(
-    q: Float[Array, "B T N Hk"],
-    k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
-    *,
-    k_start: Int[Array, "B T"],
-    k_end: Int[Array, "B T"],
-    scale: float,
-    softcap: float | None = None,
-    sinks: None = None,
-    bias: None = None,
-    mask_hint: MaskHint | None = None,
-    kernel: str = "mosaic_gpu",
-) -> tuple[Float[Array, "B T N Hv"], None]:
+def tokamax(x: AttentionInputs, *, kernel: str = "mosaic_gpu") -> Results:
     """Returns the output and None for the log-sum-exp, which tokamax does not differentiate."""
     try:
         parse_no_flags()
@@ -71,11 +59,11 @@ def tokamax(
         from tokamax._src.ops.attention.base import Mask
     except ImportError as error:
         raise ImportError(f"tokamax must have the internals of 0.0.12 or 0.0.17, and absl: {INSTALL}") from error
-    T, S = q.shape[1], k.shape[1]
-    start, end, visible = intervals(k_start, k_end, S)
-    masks = named(padded(start, 0), padded(end, 1), whole_tiles(T, S, mask_hint))
-    q, k, v = (padded(x.astype(q.dtype), 0) for x in (q, k, v))
-    out = IMPLEMENTATIONS[kernel](q, k, v, mask=Mask(**masks), logits_scale=scale, logits_soft_cap=softcap)
+    T, S = x.q.shape[1], x.k.shape[1]
+    start, end, visible = intervals(x.start, x.end, S)
+    masks = named(padded(start, 0), padded(end, 1), whole_tiles(T, S, x.mask_hint))
+    q, k, v = (padded(a.astype(x.q.dtype), 0) for a in (x.q, x.k, x.v))
+    out = IMPLEMENTATIONS[kernel](q, k, v, mask=Mask(**masks), logits_scale=x.scale, logits_soft_cap=x.softcap)
     return jnp.where(visible[..., None, None], out[:, :T], 0), None
 
 

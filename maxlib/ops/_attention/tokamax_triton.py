@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.attention.merge import merge_sinks, sinks_gradient
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import attend_backward, chunked_tiles
-from maxlib.ops._attention.masks import MaskHint, StaticMask
+from maxlib.ops._attention.inputs import AttentionInputs, Results
+from maxlib.ops._attention.masks import StaticMask
 from maxlib.ops._attention.tokamax_gpu import intervals, is_installed, named, padded, parse_no_flags, whole_tiles
 
 NEEDED = (0, 0, 17)  # the oldest version of tokamax that was tried
@@ -109,26 +110,13 @@ def has_triton_attention() -> bool:
     return is_installed(NEEDED) and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
-def tokamax_triton(
-    q: Float[Array, "B T N Hk"],
-    k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
-    *,
-    k_start: Int[Array, "B T"],
-    k_end: Int[Array, "B T"],
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    bias: None = None,
-    mask_hint: MaskHint | None = None,
-    tiles: TritonAttentionTiles | None = None,
-) -> tuple[Float[Array, "B T N Hv"], None]:
+def tokamax_triton(x: AttentionInputs, tiles: TritonAttentionTiles | None = None) -> Results:
     """Returns the output, differentiable in q, k, v and sinks, and None for the log-sum-exp."""
-    T, S = q.shape[1], k.shape[1]
-    start, end, visible = intervals(k_start, k_end, S)
-    static = Static(scale, softcap, whole_tiles(T, S, mask_hint), tiles or TritonAttentionTiles())
-    q, k, v = (padded(x.astype(q.dtype), 0) for x in (q, k, v))
-    out: Array = _attend(static, *vary_alike((q, k, v, sinks, padded(start, 0), padded(end, 1))))
+    T, S = x.q.shape[1], x.k.shape[1]
+    start, end, visible = intervals(x.start, x.end, S)
+    static = Static(x.scale, x.softcap, whole_tiles(T, S, x.mask_hint), tiles or TritonAttentionTiles())
+    q, k, v = (padded(a.astype(x.q.dtype), 0) for a in (x.q, x.k, x.v))
+    out: Array = _attend(static, *vary_alike((q, k, v, x.sinks, padded(start, 0), padded(end, 1))))
     return jnp.where(visible[..., None, None], out[:, :T], 0), None
 
 

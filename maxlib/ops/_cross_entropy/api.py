@@ -45,7 +45,6 @@ def fused_linear_cross_entropy(
     targets: Int[Array, "*B"],
     *,
     weights: Float[Array, "*B"] | None = None,
-    ignore_index: int | None = None,
     softcap: float | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
@@ -66,11 +65,10 @@ def fused_linear_cross_entropy(
     Args:
         hidden: The model's output after its final norm, with any leading axes.
         weight: The unembedding, in Hugging Face's orientation.
-        targets: The next tokens, of the shape of `hidden` without its last axis.
+        targets: The next tokens, of the shape of `hidden` without its last axis. -1 and -100 are ignored: they add
+            exactly 0 to the loss and to every gradient, even if `hidden` is not finite. Any other target outside
+            `[0, V)` is an error outside `jit`, and inside makes the loss and the gradients NaN.
         weights: Factor per token in `.loss`, 1 by default; to get a mean, divide by the number of targets here.
-        ignore_index: This target is ignored, like -1 and -100: ignored targets add exactly 0 to the loss and to every
-            gradient, even if `hidden` is not finite. Any other target outside `[0, V)` is an error outside `jit`, and
-            inside makes the loss and the gradients NaN.
         softcap: Logits become `softcap * tanh(logits / softcap)`.
         z_loss: Factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: Probability mass spread evenly over the vocabulary.
@@ -86,9 +84,9 @@ def fused_linear_cross_entropy(
     _check_shapes(hidden, weight, targets, weights)
     _check_options(softcap, z_loss, label_smoothing, chunk)
     if axis_name is None:
-        _check_targets(targets, weight.shape[0], ignore_index)
+        _check_targets(targets, weight.shape[0])
     options = Options(softcap, z_loss, label_smoothing, axis_name)
-    valid = is_learned(targets, ignore_index)
+    valid = is_learned(targets)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     # [*B, D] -> [M, D]. Ignored rows become zeros with weight 0, so that a NaN in them does not reach a gradient.
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
@@ -106,7 +104,6 @@ def fused_linear_log_probs(
     temperature: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    ignore_index: int | None = None,
     chunk: int | None = None,
     axis_name: AxisName | None = None,
 ) -> LogProbs:
@@ -119,12 +116,12 @@ def fused_linear_log_probs(
     Args:
         hidden: The model's output after its final norm, with any leading axes.
         weight: The unembedding, in Hugging Face's orientation.
-        targets: The next tokens, of the shape of `hidden` without its last axis.
+        targets: The next tokens, of the shape of `hidden` without its last axis. Tokens with the target -1 or -100
+            give 0 and have no gradient, even if `hidden` is not finite; any other target outside `[0, V)` gives NaN
+            inside `jit`.
         temperature: Divisor of the logits after the soft-cap. For a policy, use the temperature of its sampler.
         softcap: Logits become `softcap * tanh(logits / softcap)`.
         entropy: True also computes the entropy `-sum_v p_v log p_v` of the same distribution.
-        ignore_index: Tokens with this target, -1 or -100 give 0 and have no gradient, even if `hidden` is not finite.
-            Any other target outside `[0, V)` gives NaN inside `jit`.
         chunk: Tokens per chunk; results differ only by rounding.
         axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split, as in
             `fused_linear_cross_entropy`.
@@ -139,9 +136,9 @@ def fused_linear_log_probs(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive; got {temperature}. For greedy choices see `correct`")
     if axis_name is None:
-        _check_targets(targets, weight.shape[0], ignore_index)
+        _check_targets(targets, weight.shape[0])
     options = Options(softcap, 0.0, 0.0, axis_name, float(temperature), entropy)
-    valid = is_learned(targets, ignore_index)
+    valid = is_learned(targets)
     rows = jnp.where(valid[..., None], hidden, 0).reshape(-1, hidden.shape[-1])  # (prod(B), D)
     ids = jnp.where(valid, targets, 0).astype(jnp.int32).reshape(-1)
     terms = chunked_per_token(rows, weight, ids, chunk, options)
@@ -149,17 +146,15 @@ def fused_linear_log_probs(
     return LogProbs(_where_valid(terms.log_prob, valid), _where_valid(terms.correct, valid), entropies)
 
 
-def is_learned(targets: Any, ignore_index: int | None = None) -> Any:
+def is_learned(targets: Any) -> Any:
     """Returns True for each target that is not ignored, also for those outside the vocabulary, whose loss is NaN.
 
     Args:
         targets: Integers of any shape, as an array of JAX or of NumPy.
-        ignore_index: Ignored besides -1 and -100.
     """
     if jnp.issubdtype(targets.dtype, jnp.unsignedinteger):
         targets = targets.astype(jnp.int32)  # JAX compares -1 with an unsigned integer as its largest number
-    learned = (targets != IGNORED[0]) & (targets != IGNORED[1])
-    return learned if ignore_index is None else learned & (targets != ignore_index)
+    return (targets != IGNORED[0]) & (targets != IGNORED[1])
 
 
 def _where_valid(x: Array, valid: Bool[Array, "*B"]) -> Array:
@@ -199,12 +194,12 @@ def check_chunk(chunk: int | None) -> None:
         raise ValueError(f"chunk must be at least 1 token; got {chunk}")
 
 
-def _check_targets(targets, vocab: int, ignore_index: int | None) -> None:
+def _check_targets(targets, vocab: int) -> None:
     """Raises ValueError for a target outside the vocabulary, if targets are concrete and fully addressable."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     host = np.asarray(targets)
-    bad = host[is_learned(host, ignore_index) & ((host < 0) | (host >= vocab))]
+    bad = host[is_learned(host) & ((host < 0) | (host >= vocab))]
     if bad.size:
         raise ValueError(
             f"targets must be in [0, {vocab}), or -1 (or -100) to be ignored; {bad.size} are not, the first is {bad[0]}"

@@ -110,7 +110,7 @@ def vocab_size(logits: Float[Array, "M V"], axis: AxisName | None) -> int:
     return logits.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
 
 
-def _local(targets: Int[Array, "M *K"], vocab: int, axis: AxisName | None) -> Int[Array, "M *K"]:
+def _local(targets: Int[Array, " M *K"], vocab: int, axis: AxisName | None) -> Int[Array, " M *K"]:
     """Converts targets to columns of this device's part of the vocabulary; other devices' are outside `[0, vocab)`."""
     return targets if axis is None else targets - vocab * jax.lax.axis_index(axis)
 

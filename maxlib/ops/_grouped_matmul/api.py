@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 from maxlib.hardware import current_device, explained_device, is_hopper
 from maxlib.kernels.grouped_matmul.mosaic_gpu import mosaic_gpu
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import grouped_tiles
-from maxlib.ops import _findings
+from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Kernel, Op, Shaped
 from maxlib.ops._grouped_matmul import megablox, tokamax_triton
@@ -180,18 +180,10 @@ def check_shapes(op: str, rows, weights, rows_per_expert, weight_order) -> None:
     Raises:
         ValueError: When they do not agree.
     """
-    if weight_order not in ("EOI", "EIO"):
-        raise ValueError(f"{op}: weight_order must be 'EOI' or 'EIO', got {weight_order!r}")
-    if rows.ndim != 2 or len(weights.shape) != 3 or rows.shape[1] != weights.shape[weight_order.index("I")]:
-        raise ValueError(
-            f"{op}: rows must be 'M I' and weights {' '.join(weight_order)!r} with the same I, "
-            f"got rows {rows.shape} and weights {weights.shape}"
-        )
-    if rows_per_expert.shape != weights.shape[:1] or not jnp.issubdtype(rows_per_expert.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: rows_per_expert must hold one integer per expert, here {weights.shape[0]}, "
-            f"got {rows_per_expert.dtype} {rows_per_expert.shape}"
-        )
+    require(op, weight_order in ("EOI", "EIO"), "weight_order must be 'EOI' or 'EIO'", repr(weight_order))
+    counts = rows_per_expert
+    check_axes(op, rows=(rows, "M I"), weights=(weights, " ".join(weight_order)), rows_per_expert=(counts, "E"))
+    require(op, jnp.issubdtype(counts.dtype, jnp.integer), "rows_per_expert must be integers", counts.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- the kernels
@@ -260,7 +252,6 @@ GROUPED_OUTER = Op(
             megablox.megablox_outer,
             "JAX's TPU kernel",
             TPU,
-            refuses=lambda call: _findings.refused("grouped_matmul", "megablox", call.device_kind),
             tiles=megablox.default_tiles,
         ),
         Kernel(

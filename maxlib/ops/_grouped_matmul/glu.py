@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
 from maxlib.kernels.grouped_matmul.rows import NAMES, owners
+from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice
 from maxlib.ops._grouped_matmul.api import GROUPED_MATMUL, ExpertWeightOrder, check_shapes, describe, grouped_matmul
@@ -147,11 +148,7 @@ def _grouped_glu(rows, gate, up, rows_per_expert, *biases, weight_order, activat
 
 
 def _check(rows, gate, up, rows_per_expert, biases, weight_order) -> None:
-    check_shapes("grouped_glu", rows, gate, rows_per_expert, weight_order)
-    if gate.shape != up.shape:
-        raise ValueError(f"grouped_glu: gate and up must have the same shape, got {gate.shape} and {up.shape}")
-    wanted = gate.shape[0], gate.shape[weight_order.index("O")]
-    if (shapes := [b if b is None else b.shape for b in biases]) not in ([None, None], [wanted, wanted]):
-        raise ValueError(
-            f"grouped_glu: biases must be 'E O', here {wanted}, or both None, got {shapes[0]} and {shapes[1]}"
-        )
+    op, axes, (gate_bias, up_bias) = "grouped_glu", " ".join(weight_order), biases
+    check_shapes(op, rows, gate, rows_per_expert, weight_order)
+    check_axes(op, gate=(gate, axes), up=(up, axes), gate_bias=(gate_bias, "E O"), up_bias=(up_bias, "E O"))
+    require(op, (gate_bias is None) == (up_bias is None), "both biases must be given, or neither", "one")

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib.hardware import current_device
 from maxlib.kernels.grouped_matmul.megablox_tiles import Matmuls, MegabloxTiles, Sizes, Tiles
-from maxlib.kernels.grouped_matmul.rows import only_used
-from maxlib.kernels.unbatched import unbatched
+from maxlib.kernels.grouped_matmul.rows import only_used, unbatched
 from maxlib.kernels.vector_memory import asking, vmem_of
 from maxlib.ops._grouped_matmul.call import GroupedCall
 from maxlib.ops._grouped_matmul.xla import summed_in

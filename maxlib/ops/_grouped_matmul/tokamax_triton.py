@@ -14,9 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import is_ampere_or_later
-from maxlib.kernels.grouped_matmul.rows import only_used
+from maxlib.kernels.grouped_matmul.rows import only_used, unbatched
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.kernels.unbatched import unbatched
 from maxlib.ops._attention.tokamax_gpu import INSTALL, parse_no_flags, version
 from maxlib.ops._grouped_matmul.call import GroupedCall
 

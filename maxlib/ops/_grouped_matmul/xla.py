@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
-from maxlib.kernels.unbatched import unbatched
+from maxlib.kernels.grouped_matmul.rows import unbatched
 
 
 def reference(

@@ -1,166 +1,126 @@
-"""The gated delta rule: its public function, its form token by token, and its kernels."""
+"""Kernels of the gated delta rule (Yang et al. 2024, arXiv:2412.06464): in matmuls, chunk by chunk, and token by token.
+
+Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for j <= i in the same
+document, else 0. The values V that a chunk writes into the state S solve one unit triangular system:
+
+- `T = (I + strict_lower(beta k k^T D))^-1`, and `V = T beta (v - exp(G) k S)`
+- `o = exp(G) q S + (q k^T D) V`, and `S <- exp(G[C]) S + k^T (exp(G[C] - G) V)`
+
+Only S depends on the previous chunk: a block computes the rest for all its chunks at once, then passes the state
+through them.
+
+Shapes: B rows, n chunks of a block, C tokens of a chunk, K key heads, G value heads of each, Hk and Hv wide.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
-from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import inner, stored
-from maxlib.hardware import explained_device
-from maxlib.ops._cost import register_flops
-from maxlib.ops._dispatch import Choice, Explanation, Shaped
 from maxlib.ops._recurrent import jax_linear_attention
-from maxlib.ops._recurrent.across_devices import delta_across_devices
-from maxlib.ops._recurrent.chunks import for_each_head
-from maxlib.ops._recurrent.delta_inputs import DeltaInputs, check_inputs, normalized, prepare
-from maxlib.ops._recurrent.gated_delta_chunked import DeltaTiles, chunked, delta_tiles
+from maxlib.ops._recurrent.chunks import (
+    SMALL,
+    ChunkTiles,
+    count_starts,
+    decays,
+    for_each_head,
+    in_blocks,
+    in_chunks,
+    joined,
+    over_blocks,
+    unit_lower_inverse,
+)
 from maxlib.ops._recurrent.recurrence import (
-    AxisName,
+    DeltaInputs,
+    RecurrentCall,
     Settings,
-    describe,
+    normalized,
     recurrent_op,
-    run_kernel,
-    without_padding,
+    token_by_token,
 )
 
-
-def gated_delta_rule(
-    q: Float[Array, "B T K Hk"],
-    k: Float[Array, "B T K Hk"],
-    v: Float[Array, "B T N Hv"],
-    log_decay: Float[Array, "B T N"],
-    beta: Float[Array, "B T N"],
-    *,
-    is_start: Bool[Array, "B T"] | None = None,
-    valid: Bool[Array, "B T"] | None = None,
-    initial_state: Float[Array, "B N Hk Hv"] | None = None,
-    scale: float | None = None,
-    l2_norm: bool = True,
-    axis_name: AxisName | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N Hk Hv"]]:
-    """Computes the gated delta rule (Yang et al. 2024, arXiv:2412.06464), linear attention with a matrix as state.
-
-    For each value head and token: `S <- exp(log_decay) S`, `S <- S + k (beta (v - k^T S))^T`, `o = q^T S`. The state is
-    float32 (float64 for float64 inputs), whatever the dtype of the inputs.
-
-    Args:
-        q: Queries, K heads.
-        k: Keys, K heads; each is shared by N / K consecutive value heads.
-        v: Values, N heads of any width.
-        log_decay: Logarithm of the factor on the state, at most 0.
-        beta: Step towards the value, in [0, 1], or in [0, 2] to allow negative eigenvalues.
-        is_start: True for the first token of a document, before which the state is set to zero; None if every row
-            continues `initial_state` (`nn.Context.is_start`).
-        valid: False for padding, which does not change the state and outputs zero; None if every token is real.
-        initial_state: State before the first token; None for zero.
-        scale: Factor on the queries; default `Hk ** -0.5`.
-        l2_norm: True divides each head of `q` and `k` by its L2 norm, with 1e-6 added to the squared norm.
-        axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
-        implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-            GPUs of that package. None chooses the fastest; `explain_gated_delta_rule` shows which one and why.
-
-    Returns:
-        The output, in the dtype of `v`, and the state after the last real token, for the next call.
-
-    Raises:
-        ValueError: When shapes do not agree, or the named implementation does not exist or cannot run the call.
-    """
-    check_inputs("gated_delta_rule", q, k, v, log_decay, beta, is_start, valid, initial_state, by_channel=False)
-    call = describe(k, v, None, l2_norm=l2_norm, with_transition=axis_name is not None)
-    choice = GATED_DELTA.choose(call, implementation)
-    return _gated_delta_rule(
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        is_start,
-        valid,
-        initial_state,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        l2_norm=l2_norm,
-        axis_name=axis_name,
-        choice=choice,
-    )
+_HEADS = (1, 1, 2, 2, 2, 0)  # axes of heads in each of `DeltaInputs`
+LARGE_VECTOR_MEMORY = ("TPU v5 lite", "TPU v6 lite")  # 128 MiB; other TPUs have half of it or less
 
 
-def explain_gated_delta_rule(
-    q: Shaped,
-    v: Shaped,
-    *,
-    l2_norm: bool = True,
-    axis_name: AxisName | None = None,
-    implementation: str | None = None,
-    device: tuple[str, str] | None = None,
-) -> Explanation:
-    """Explains which implementation `gated_delta_rule` would run for these arguments, and why.
+@dataclasses.dataclass(frozen=True)
+class DeltaTiles(ChunkTiles):
+    """Tokens of a chunk, a power of two as its triangle is inverted by doubling, and of a block of `chunked`."""
+
+    kernel: ClassVar[str] = "gated_delta_rule/chunked"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(SMALL, "chunk")
+        self.require_powers_of_two("chunk")
+
+
+def delta_tiles(call: RecurrentCall) -> DeltaTiles:
+    """Chooses tile sizes: one wide chunk a block where the intermediates of more do not fit into vector memory."""
+    small = call.platform == "tpu" and call.device_kind not in LARGE_VECTOR_MEMORY
+    return DeltaTiles(128, 128) if small else DeltaTiles()
+
+
+def chunked(x: DeltaInputs, state: Array, settings: Settings) -> tuple[Array, Array]:
+    """Applies the recurrence chunk by chunk.
 
     Args:
-        q: Queries, `B T K Hk`, an array or a `jax.ShapeDtypeStruct`.
-        v: Values, `B T N Hv`, likewise.
-        l2_norm: As in `gated_delta_rule`.
-        axis_name: As in `gated_delta_rule`.
-        implementation: As in `gated_delta_rule`.
-        device: Platform, and jax's `device_kind` or a short name, such as `("tpu", "v5p")`; default: the device in use.
+        x: Inputs of each token; queries and keys not yet scaled or normalized.
+        state: State before the first token, `B K G Hk Hv`.
+        settings: How it runs; its tiles are `DeltaTiles`.
 
     Returns:
-        An `Explanation`, which prints as a readable text. `chosen` is None if the named one cannot run the call.
-
-    Raises:
-        ValueError: When no implementation has this name, or the device is unknown.
+        The outputs, `B T K G Hv`, in the dtype of the values, and the state after the last token.
     """
-    device = explained_device(device)
-    call = describe(q, v, device, l2_norm=l2_norm, with_transition=axis_name is not None)
-    return GATED_DELTA.explain(call, implementation)
+    tokens, tiles = x.q.shape[1], cast(DeltaTiles, settings.tiles)
+    size = min(tiles.chunk, max(SMALL, 1 << (tokens - 1).bit_length()))  # a power of two
+    blocks, per_block = tiles.count(tokens, size)
+    xs: DeltaInputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
+    xs = xs._replace(is_start=count_starts(xs.is_start, size))
+    dot = functools.partial(jnp.einsum, precision=settings.precision)
+
+    def block(state, x):
+        pairs = zip(x, _HEADS, strict=True)
+        cut: Any = [None if a is None else in_chunks(a, heads, size) for a, heads in pairs]
+        state, out = _block(state, normalized(DeltaInputs(*cut), settings), dot)
+        return state, joined(out, 2).astype(x.v.dtype)
+
+    return over_blocks(block, xs, state, tokens)
 
 
-def _flops(q, k, v, *_) -> float:
-    """Counts the FLOPs of the chunked form's matmuls, including masked halves, for every implementation."""
-    (B, T, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    size = min(DeltaTiles().chunk, T)
-    # Per token: scores of keys and queries, per key head; the solutions U and W, and outputs within the chunk; reads
-    # of the state by W and by queries, and its update.
-    return 2.0 * B * T * (K * 2 * size * Hk + N * (size * (Hk + 2 * Hv) + 3 * Hk * Hv))
+def _block(state: Array, x: DeltaInputs, dot: Callable) -> tuple[Array, Array]:
+    """Computes the state after a block and its outputs, `n B K G C Hv`."""
+    # q and k are `n B K C Hk`, v is `n B K G C Hv`, rates are `n B K G C`, and `is_start` counts starts, `n B C`.
+    decay, into, out_of, across = decays(x.log_decay, x.is_start)
+    rows = jnp.concatenate([x.k, x.q], axis=-2)
+    of_k, of_q = jnp.split(for_each_head(dot("nbkid,nbkjd->nbkij", rows, x.k), x.v.shape[3]), 2, axis=-2)
+    inverse = unit_lower_inverse(jnp.tril(x.beta[..., None] * of_k * decay, -1))
 
+    def step(state, chunk):
+        x, rows, into, out_of, across, inverse = chunk
+        # [2C, Hk] [Hk, Hv]: what keys and queries read.
+        by_keys, by_queries = jnp.split(dot("bkgid,bkgdv->bkgiv", rows, state), 2, axis=-2)
+        missing = x.v - into[..., None] * by_keys
+        values = dot("bkgij,bkgjv->bkgiv", inverse, x.beta[..., None] * missing)
+        written = dot("bkgid,bkgiv->bkgdv", rows[..., : x.v.shape[-2], :], out_of[..., None] * values)
+        return across[..., None, None] * state + written, (values, into[..., None] * by_queries)
 
-@register_flops(_flops, static=("scale", "l2_norm", "axis_name", "choice"), name="gated_delta_rule")
-def _gated_delta_rule(
-    q, k, v, log_decay, beta, is_start, valid, initial_state, *, scale, l2_norm, axis_name, choice: Choice
-):
-    (B, _, K, Hk), (N, Hv) = q.shape, v.shape[2:]
-    x = _by_key_head(prepare(q, k, v, log_decay, beta, is_start, valid))
-    starts_at_zero = initial_state is None and axis_name is None
-    settings = Settings(v.dtype, is_start is not None, starts_at_zero, scale, l2_norm, choice.tiles)
-    kernel, shape = GATED_DELTA[choice.kernel], (B, K, N // K, Hk, Hv)
-    out, state = run_kernel(kernel, settings, x, initial_state, shape, axis_name, delta_across_devices)
-    return without_padding(out.reshape(v.shape).astype(v.dtype), valid), state.reshape(B, N, Hk, Hv)
-
-
-def _by_key_head(x: DeltaInputs) -> DeltaInputs:
-    """Groups value heads by key head: `B T N ...` to `B T K G ...`."""
-    v, log_decay, beta = (a.reshape(*a.shape[:2], x.k.shape[2], -1, *a.shape[3:]) for a in (x.v, x.log_decay, x.beta))
-    return x._replace(v=v, log_decay=log_decay, beta=beta)
+    chunks = x, for_each_head(rows, x.v.shape[3]), into, out_of, across, inverse
+    state, (values, out) = jax.lax.scan(step, state, chunks)
+    return state, out + dot("nbkgij,nbkgjv->nbkgiv", of_q * decay, values)
 
 
 # ---------------------------------------------------------------------------------------------- token by token
 
 
 def sequential(x: DeltaInputs, state: Array, settings: Settings) -> tuple[Array, Array]:
-    """Applies the recurrence to one token after the other: the reference, and the fastest way to decode.
-
-    Args:
-        x: Inputs of each token; queries and keys not yet scaled or normalized.
-        state: State before the first token, `B K G Hk Hv`.
-        settings: How it runs.
-
-    Returns:
-        The outputs, `B T K G Hv`, and the state after the last token.
-    """
-    tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), normalized(x, settings))  # [B, T, ...] -> [T, B, ...]
-    tokens, state = vary_alike((tokens, state))
-    state, out = jax.lax.scan(_step, state, tokens)
-    return jnp.moveaxis(out, 0, 1), state
+    """Applies the recurrence to one token after the other; arguments and results are those of `chunked`."""
+    return token_by_token(_step, normalized(x, settings), state)
 
 
 def _step(state: Array, x: DeltaInputs) -> tuple[Array, Array]:

@@ -24,9 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxlib.hardware import is_hopper
-from maxlib.ops._recurrent.delta_inputs import DeltaInputs, normalized
-from maxlib.ops._recurrent.recurrence import RecurrentCall, Settings
-from maxlib.ops._recurrent.ssd_chunked import SSDInputs
+from maxlib.ops._recurrent.recurrence import DeltaInputs, RecurrentCall, Settings, SSDInputs, normalized
 
 INSTALL = "pip install 'maxlib[linear-attention]' on Python 3.12 or later"
 VERSION = (0, 1)  # whose functions below the public ones are called here

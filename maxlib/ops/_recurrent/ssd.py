@@ -1,28 +1,55 @@
-"""State-space duality (Mamba-2): its public function, its form token by token, and its kernels."""
+"""State-space duality (Mamba-2; Dao & Gu 2024, arXiv:2405.21060): its public function and its kernels.
+
+Within a chunk of C tokens, A is the running sum of log decays, and `D[i, j] = exp(A[i] - A[j])` for j <= i in the same
+document, else 0. With u = dt x:
+
+    S <- exp(A[C]) S + (exp(A[C] - A) u)^T b,  y = (c b^T D) u + exp(A) S c, with the S before
+
+The first product of y is masked attention without a softmax; the rest depends on the previous chunk. A block computes
+what its chunks add to the state at once, then passes the state through them.
+
+Shapes: n chunks of a block, B rows, C tokens of a chunk, G groups, R heads of each, P wide, S the size of b and c.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxlib._utils.varying import vary_alike
 from maxlib._xla_workarounds import for_each_token
 from maxlib.hardware import explained_device
+from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Shaped
 from maxlib.ops._recurrent import jax_linear_attention
-from maxlib.ops._recurrent.across_devices import ssd_across_devices
+from maxlib.ops._recurrent.chunks import (
+    ChunkTiles,
+    count_starts,
+    decays,
+    for_each_head,
+    in_blocks,
+    in_chunks,
+    joined,
+    over_blocks,
+)
 from maxlib.ops._recurrent.recurrence import (
     AxisName,
+    RecurrentCall,
     Settings,
+    SSDInputs,
     check_floating,
-    check_shapes,
     describe,
     recurrent_op,
-    require,
     run_kernel,
+    ssd_across_devices,
+    token_by_token,
     without_padding,
 )
-from maxlib.ops._recurrent.ssd_chunked import SSDInputs, SSDTiles, chunked, ssd_tiles
+
+_HEADS = (2, 1, 1, 2, 2, 0)  # axes of heads in each of `SSDInputs`
 
 
 def ssd(
@@ -134,41 +161,86 @@ def _prepare(x, b, c, dt, a, is_start, valid) -> SSDInputs:
 
 def _check(x, dt, a, b, c, d, is_start, valid, initial_state) -> None:
     op = "ssd"
-    check_floating(op, x=(x, "B T N P"), b=(b, "B T G S"), c=(c, "B T G S"))
-    (B, T, N, P), (G, S) = x.shape, b.shape[2:]
-    require(op, c.shape == b.shape, "b and c must have the same shape", f"{b.shape} and {c.shape}")
-    require(op, b.shape[:2] == (B, T), "x, b and c must agree in B and T", f"{x.shape} and {b.shape}")
-    require(op, G > 0 and N % G == 0, "the N heads must be a multiple of the G groups", f"N={N} and G={G}")
-    require(op, T > 0, "there must be at least one token", "T=0")
-    check_shapes(
+    check_floating(op, x=x, b=b, c=c)
+    sizes = check_axes(
         op,
-        dt=(dt, (B, T, N)),
-        a=(a, (N,)),
-        d=(d, (N,)),
-        is_start=(is_start, (B, T)),
-        valid=(valid, (B, T)),
-        initial_state=(initial_state, (B, N, P, S)),
+        x=(x, "B T N P"),
+        b=(b, "B T G S"),
+        c=(c, "B T G S"),
+        dt=(dt, "B T N"),
+        a=(a, "N"),
+        d=(d, "N"),
+        is_start=(is_start, "B T"),
+        valid=(valid, "B T"),
+        initial_state=(initial_state, "B N P S"),
     )
+    G, N = sizes["G"], sizes["N"]
+    require(op, G > 0 and N % G == 0, "the N heads must be a multiple of the G groups", f"N={N} and G={G}")
+    require(op, sizes["T"] > 0, "there must be at least one token", "T=0")
+
+
+# ---------------------------------------------------------------------------------------------- chunk by chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class SSDTiles(ChunkTiles):
+    """Tokens of a chunk and of a block of `chunked`."""
+
+    kernel: ClassVar[str] = "ssd/chunked"
+
+
+def ssd_tiles(call: RecurrentCall) -> SSDTiles:
+    """Chooses tile sizes: on TPUs one chunk a block, as wide as their matmul units, else the default."""
+    return SSDTiles(128, 128) if call.platform == "tpu" else SSDTiles()
+
+
+def chunked(x: SSDInputs, state: Array, settings: Settings) -> tuple[Array, Array]:
+    """Applies the recurrence chunk by chunk.
+
+    Args:
+        x: Inputs of each token, rates in float32 or float64.
+        state: State before the first token, `B G R P S`.
+        settings: How it runs; its tiles are `SSDTiles`.
+
+    Returns:
+        The outputs, `B T G R P`, and the state after the last token.
+    """
+    tokens, tiles = x.x.shape[1], cast(SSDTiles, settings.tiles)
+    size = min(tiles.chunk, tokens)
+    blocks, per_block = tiles.count(tokens, size)
+    xs: SSDInputs = jax.tree.map(lambda a: in_blocks(a, blocks, per_block * size), x)
+    xs = xs._replace(is_start=count_starts(xs.is_start, size))
+    block = functools.partial(_block, size=size, precision=settings.precision)
+    return over_blocks(block, xs, state, tokens)
+
+
+def _block(state: Array, x: SSDInputs, *, size: int, precision: jax.lax.Precision) -> tuple[Array, Array]:
+    """Computes the state after one block and its outputs, `B t G R P`."""
+    dot = functools.partial(jnp.einsum, precision=precision)
+    x = SSDInputs(*(in_chunks(a, heads, size) for a, heads in zip(x, _HEADS, strict=True)))
+    b, c, u = x.b.astype(state.dtype), x.c.astype(state.dtype), x.stepped
+    # u is `n B G R C P`, b and c are `n B G C S`, rates are `n B G R C`, `is_start` counts starts, `n B C`.
+    decay, into, out_of, across = decays(x.log_decay, x.is_start)
+    # (exp(A[C] - A) u)^T b: what each chunk adds to the state, `n B G R P S`.
+    added = dot("nbgrip,nbgis->nbgrps", out_of[..., None] * u, b)
+    state, before = jax.lax.scan(_pass_on, state, (across, added))
+    scores = for_each_head(dot("nbgis,nbgjs->nbgij", c, b), u.shape[3])
+    within = dot("nbgrij,nbgrjp->nbgrip", scores * decay, u)
+    return state, joined(within + into[..., None] * dot("nbgis,nbgrps->nbgrip", c, before), 2)
+
+
+def _pass_on(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Returns the states after and before a chunk."""
+    across, added = chunk
+    return across[..., None, None] * state + added, state
 
 
 # ---------------------------------------------------------------------------------------------- token by token
 
 
 def sequential(x: SSDInputs, state: Array, settings: Settings) -> tuple[Array, Array]:
-    """Applies the recurrence to one token after the other: the reference, and the fastest way to decode.
-
-    Args:
-        x: Inputs of each token, rates in float32 or float64.
-        state: State before the first token, `B G R P S`.
-        settings: Unused.
-
-    Returns:
-        The outputs, `B T G R P`, and the state after the last token.
-    """
-    tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), x)  # [B, T, ...] -> [T, B, ...]
-    tokens, state = vary_alike((tokens, state))
-    state, out = jax.lax.scan(_step, state, tokens)
-    return jnp.moveaxis(out, 0, 1), state
+    """Applies the recurrence to one token after the other; arguments and results are those of `chunked`."""
+    return token_by_token(_step, x, state)
 
 
 def _step(state: Array, x: SSDInputs) -> tuple[Array, Array]:

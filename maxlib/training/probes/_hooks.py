@@ -57,7 +57,7 @@ def _scanned(path: str, groupings: Mapping[str, nn.stack.Grouping]) -> tuple[str
 
 def _attach(module: nnx.Module, path: str, repeats: tuple[int, ...], order: list[str]) -> None:
     """Attaches taps below `module`; `repeats` are the leading axes that enclosing stacks give to every variable."""
-    for name, child in _children(module):
+    for name, child in [child for attribute in vars(module).items() for child in _modules(*attribute)]:
         here = f"{path}.{name}" if path else name
         inner = (*repeats, *_rows(module, name))
         _attach(child, here, inner, order)
@@ -93,12 +93,8 @@ class _Order:
         return 0
 
 
-def _children(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """Returns the direct child modules, including those in lists and in lists of lists."""
-    return [child for name, value in vars(module).items() for child in _modules(name, value)]
-
-
 def _modules(name: str, value: Any) -> list[tuple[str, nnx.Module]]:
+    """Returns the modules of an attribute, including those in lists and in lists of lists."""
     if isinstance(value, nnx.List):
         return [child for i, item in enumerate(value) for child in _modules(f"{name}.{i}", item)]
     return [(name, value)] if isinstance(value, nnx.Module) else []

@@ -6,11 +6,25 @@ import zlib
 import jax
 import numpy as np
 
-from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention import reference as definition
+from maxlib.ops._attention.inputs import AttentionInputs
 from tests.ops.attention import cases
 
 MASKS = list(itertools.product(cases.MASKS, cases.DOCUMENTS))
 on_a_cpu = jax.default_backend() == "cpu"
+
+
+def by_name(implementation, **options):
+    """An implementation as a function of arrays by name, as `ops.attention` is."""
+
+    def run(q, k, v, *, k_start, k_end, scale=1.0, **named):
+        inputs = {name: named.pop(name) for name in AttentionInputs._fields if name in named}
+        return implementation(AttentionInputs(q, k, v, k_start, k_end, scale, **inputs), **options, **named)
+
+    return run
+
+
+reference = by_name(definition.reference)
 
 
 def everything(run, case, scale=0.125):

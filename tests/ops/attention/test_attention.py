@@ -9,21 +9,18 @@ import pytest
 
 from maxlib.ops import attention, attention_implementations
 from maxlib.ops._attention.chunked import ChunkedTiles, chunked
-from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.split_kv import SplitTiles, split_kv
 from tests.ops.attention import cases
+from tests.ops.attention.kernels import by_name, reference
 
+# The others have tests of their own.
+EVERYWHERE = [kernel for kernel in attention_implementations() if kernel.platforms is None]
 # Blocks smaller than the test's sequences, so that there are many tiles, and partial ones at every edge.
-EVERYWHERE = [
-    kernel for kernel in attention_implementations() if kernel.platforms is None
-]  # the others have tests of their own
 RUNS = {
-    **{kernel.name: kernel.run for kernel in EVERYWHERE if kernel.name != "reference"},
-    "chunked 8x16": functools.partial(chunked, tiles=ChunkedTiles(8, 16)),
-    "chunked 16x8": functools.partial(chunked, tiles=ChunkedTiles(16, 8)),
-    "split_kv 16/4": functools.partial(
-        split_kv, tiles=SplitTiles(16, 4)
-    ),  # it runs everywhere, but is chosen on GPUs and TPUs only
+    **{kernel.name: by_name(kernel.run) for kernel in EVERYWHERE if kernel.name != "reference"},
+    "chunked 8x16": by_name(chunked, tiles=ChunkedTiles(8, 16)),
+    "chunked 16x8": by_name(chunked, tiles=ChunkedTiles(16, 8)),
+    "split_kv 16/4": by_name(split_kv, tiles=SplitTiles(16, 4)),  # chosen on GPUs and TPUs only
 }
 NAMES = [kernel.name for kernel in EVERYWHERE]
 KERNELS = [name for name in NAMES if name != "reference"]
@@ -82,7 +79,7 @@ def test_low_precision_is_as_good_as_the_dtype(dtype):
     low = cases.arrays(case, dtype)
     low["q"] = low["q"] / 4  # logits near 1, as in a model
     start, end = cases.bounds("causal", "padded", case.lengths)
-    got = everything(chunked, case)(low, start, end)
+    got = everything(by_name(chunked), case)(low, start, end)
     want = everything(reference, case)(jax.tree.map(lambda x: x.astype(jnp.float32), low), start, end)
     assert got[0].dtype == dtype
     assert got[1].dtype == jnp.float32
@@ -105,7 +102,7 @@ def test_keys_and_values_of_another_dtype_are_read_in_the_queries_dtype():
 
 # ------------------------------------------------------------------------------------------------ invariances
 
-run = jax.jit(attention, static_argnames=("implementation", "return_lse"))
+run = jax.jit(attention, static_argnames=("implementation", "return_lse"), compiler_options=QUICKLY)
 PLAIN = cases.Case((4, 2), (8, 8), (37, 37), None, False, None)
 
 
@@ -184,7 +181,7 @@ def test_decoding_equals_the_last_row(name, qkv):
     close(token, whole[:, -1:])
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_width_in_place_of_values_takes_the_first_channels_of_the_keys(name):
     """In values and gradients; keys get the gradients of both."""
     given = cases.arrays(cases.Case((4, 1), (8, 6), (18, 35), None, False, None))

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib.ops import attention
 from maxlib.ops._attention.chunked import ChunkedTiles, _attend, _attend_bwd, chunked, chunked_tiles
-from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
+from tests.ops.attention.kernels import by_name, compiled, reference
 
 T = 48
 
@@ -23,9 +23,9 @@ def visited(mask: str, documents: str, block_q: int, block_k: int):
     start, end = (x[:1] for x in cases.bounds(mask, documents, (T, T)))
     q, k, v = (jnp.ones((1, T, 1, 4)) for _ in range(3))
     spec = ChunkedTiles(block_q, block_k).spec(q.shape, T, 1.0)
-    out, lse = jax.jit(_attend, static_argnums=0)(spec, q, k, v, None, start, end)
+    out, lse = compiled(functools.partial(_attend, spec))(q, k, v, None, start, end)
 
-    @jax.jit
+    @compiled
     def rows(j):
         poisoned = v.at[:, j * block_k + jnp.arange(block_k)].set(jnp.nan)
         args = (q, k, poisoned, None, start, end)
@@ -57,9 +57,9 @@ def test_both_passes_visit_only_tiles_that_are_seen(mask, documents):
 
 
 def test_decoding_reads_no_further_than_it_sees():
-    cache = jnp.ones((1, 4096, 2, 8)).at[:, 512:].set(jnp.nan)
-    call = lambda end: attention(jnp.ones((1, 1, 4, 8)), cache, cache, k_end=end, implementation="chunked")
-    np.testing.assert_array_equal(call(jnp.array([[300]])), np.ones((1, 1, 4, 8)))
+    cache, ones = jnp.ones((1, 4096, 2, 8)).at[:, 512:].set(jnp.nan), np.ones((1, 1, 4, 8), np.float32)
+    call = compiled(lambda q, end: attention(q, cache, cache, k_end=end, implementation="chunked"))
+    np.testing.assert_array_equal(call(ones, np.array([[300]])), ones)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -79,7 +79,7 @@ def temporaries(run, length: int) -> int:
 
 
 def test_memory_is_linear_in_the_length():
-    short, long = temporaries(chunked, 4096), temporaries(chunked, 8192)
+    short, long = temporaries(by_name(chunked), 4096), temporaries(by_name(chunked), 8192)
     assert long < 2.2 * short
     assert long < temporaries(reference, 8192) / 8
 
@@ -95,7 +95,7 @@ def test_many_heads_and_rows_share_no_tile():
 # ------------------------------------------------------------------------------------------------ transformations
 
 CASE = cases.Case((4, 2), (8, 8), (37, 37), 2.0, True, (False, True))
-RUNS = [reference, functools.partial(chunked, tiles=ChunkedTiles(16, 16))]
+RUNS = [reference, by_name(chunked, tiles=ChunkedTiles(16, 16))]
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def inputs(float64):
 
 def both(make):
     """Compares the results of `make` with the blockwise implementation and with the reference."""
-    found = jax.jit(lambda: [make(run) for run in RUNS])()
+    found = compiled(lambda: [make(run) for run in RUNS])()
     for x, y in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
 
@@ -124,7 +124,9 @@ def test_remat_can_save_the_results_by_name(inputs):
     (q, k, v, _, _), (start, end) = inputs
 
     def matmuls(policy):
-        call = jax.checkpoint(lambda q: chunked(q, k, v, k_start=start, k_end=end, scale=1.0)[0].sum(), policy=policy)
+        call = jax.checkpoint(
+            lambda q: by_name(chunked)(q, k, v, k_start=start, k_end=end, scale=1.0)[0].sum(), policy=policy
+        )
         return str(jax.make_jaxpr(jax.value_and_grad(call))(q)).count("dot_general[")
 
     assert matmuls(checkpoint_policies.save_only_these_names("attention_out", "attention_lse")) == 2 + 5 + 1
@@ -153,4 +155,4 @@ def test_shard_map_over_batch_and_heads(kv_heads, check_vma, inputs):
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
 
     value = {reference: functools.partial(scalar, reference), RUNS[1]: sharded}
-    both(lambda run: jax.jit(jax.value_and_grad(value[run], argnums=(0, 1, 2, 3, 4)))(q, k, v, sinks, bias, *bounds))
+    both(lambda run: jax.value_and_grad(value[run], argnums=(0, 1, 2, 3, 4))(q, k, v, sinks, bias, *bounds))

@@ -11,8 +11,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from maxlib import ops
 from maxlib.ops._attention import api, cudnn, tokamax_gpu
-from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
+from tests.ops.attention.kernels import by_name, reference
 
 
 def arrays(dtype=jnp.float32, key_dim=8, value_dim=8):
@@ -54,7 +54,7 @@ def test_heads_of_two_widths_are_padded_and_nothing_changes(kind, widths, padded
         return [out, *pull(out)]
 
     about = ops.MaskHint(ops.StaticMask("causal", aligned=True))
-    got = jax.jit(lambda: results(cudnn.cudnn, mask_hint=about))()
+    got = jax.jit(lambda: results(by_name(cudnn.cudnn), mask_hint=about))()
     assert plain == [padded]
     for one, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
         np.testing.assert_allclose(one, want, atol=2e-5, rtol=1e-5)
@@ -72,7 +72,9 @@ def test_the_named_mask_is_the_intervals(mask, plain):
     start, end = cases.bounds(mask, "one", (37, 37))
     given, bounds = arrays(), dict(k_start=start, k_end=end)
     about = ops.MaskHint(cases.MASKS[mask].static)
-    out, _ = jax.jit(lambda given, bounds: cudnn.cudnn(*given, **bounds, scale=0.3, mask_hint=about))(given, bounds)
+    out, _ = jax.jit(lambda given, bounds: by_name(cudnn.cudnn)(*given, **bounds, scale=0.3, mask_hint=about))(
+        given, bounds
+    )
     want, _ = jax.jit(lambda given, bounds: reference(*given, **bounds, scale=0.3))(given, bounds)
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
 
@@ -82,7 +84,9 @@ def test_one_query_sees_the_filled_part_of_a_cache(plain):
     q, k, v = arrays()
     q, filled = q[:, :1], jnp.array([[20], [0]])
     bounds = dict(k_start=jnp.zeros_like(filled), k_end=filled, scale=0.3)
-    out, _ = jax.jit(lambda: cudnn.cudnn(q, k, v, **bounds, mask_hint=ops.MaskHint(ops.StaticMask("causal"))))()
+    out, _ = jax.jit(
+        lambda: by_name(cudnn.cudnn)(q, k, v, **bounds, mask_hint=ops.MaskHint(ops.StaticMask("causal")))
+    )()
     want, _ = jax.jit(lambda: reference(q, k, v, **bounds))()
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
     assert not out[1].any() and out[0].any()
@@ -114,4 +118,4 @@ def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     bounds = dict(zip(("k_start", "k_end"), cases.bounds("causal", "one", (37, 37)), strict=True))
     with pytest.raises(ImportError, match=r"pip install 'maxlib\[cuda\]'"):
-        tokamax_gpu.tokamax(*arrays(), **bounds, scale=1.0, mask_hint=ops.MaskHint(ops.StaticMask("causal")))
+        by_name(tokamax_gpu.tokamax)(*arrays(), **bounds, scale=1.0, mask_hint=ops.MaskHint(ops.StaticMask("causal")))

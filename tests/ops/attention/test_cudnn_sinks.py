@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import ops
 from maxlib.ops._attention import api, cudnn
-from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases, cudnn_emulator
+from tests.ops.attention.kernels import by_name, reference
 
 MASKS = {name: cases.MASKS[name] for name in ("full", "causal", "window")}
 LENGTHS = (37, 37)
@@ -41,7 +41,7 @@ def results(run, given, mask, **more):
 
 
 def by_cudnn(given, mask):
-    return results(cudnn.cudnn, given, mask, mask_hint=hint(mask))
+    return results(by_name(cudnn.cudnn), given, mask, mask_hint=hint(mask))
 
 
 def truth(given, mask):
@@ -96,7 +96,7 @@ def test_in_shard_map_every_device_has_its_rows_and_heads(checked, emulated):
     names = ("q", "k", "v", "sinks")
 
     def run(q, k, v, *, sinks, k_start, k_end, scale):
-        local = lambda q, k, v, sinks, start, end: cudnn.cudnn(
+        local = lambda q, k, v, sinks, start, end: by_name(cudnn.cudnn)(
             q, k, v, sinks=sinks, k_start=start, k_end=end, scale=scale, mask_hint=mask
         )[0]
         specs = (here, here, here, P("heads"), P("rows", None), P("rows", None))
@@ -128,7 +128,7 @@ def test_the_output_can_be_kept_for_the_backward_pass(emulated):
 
     def loss(q):
         more = {"k_start": start, "k_end": end, "scale": 0.3, "mask_hint": hint("causal")}
-        return cudnn.cudnn(q, given["k"], given["v"], sinks=given["sinks"], **more)[0].sum()
+        return by_name(cudnn.cudnn)(q, given["k"], given["v"], sinks=given["sinks"], **more)[0].sum()
 
     kept = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
     for policy, calls in ((kept, 1), (None, 2)):

@@ -7,8 +7,7 @@ import pytest
 from maxlib import ops
 from maxlib.hardware import current_device, is_ampere_or_later, is_hopper
 from maxlib.ops import _dispatch, attention, explain_attention
-from maxlib.ops._attention import table
-from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention import reference, table
 from maxlib.ops._attention.table import ATTENTION, FEATURES, AttentionCall
 from maxlib.ops._dispatch import Kernel
 
@@ -31,7 +30,9 @@ def fast(monkeypatch):
     def refuses(call):
         return None if call.key_dim == 64 else f"wants heads of 64, not {call.key_dim}"
 
-    kernel = Kernel("fast", reference, "for tests", frozenset({"gpu"}), frozenset(FEATURES) - {"softcap"}, refuses)
+    kernel = Kernel(
+        "fast", reference.reference, "for tests", frozenset({"gpu"}), frozenset(FEATURES) - {"softcap"}, refuses
+    )
     cudnn, *others = ATTENTION.kernels
     monkeypatch.setitem(vars(ATTENTION), "kernels", (cudnn, kernel, *others))
 
@@ -273,15 +274,15 @@ def test_a_plan_takes_a_kernel_that_compiles_without_the_gpu():
     [
         (dict(q=f32(2, 5, 8)), "q must have the axes B T N Hk, got shape"),
         (dict(k=i32(2, 7, 2, 8)), "k must be floating point, got int32"),
-        (dict(k=f32(3, 7, 2, 8)), "q, k and v must agree in B, got q"),
-        (dict(v=f32(2, 6, 2, 8)), "k and v must agree in S and K, got k"),
-        (dict(v=f32(2, 7, 1, 8)), "k and v must agree in S and K, got k"),
-        (dict(q=f32(2, 5, 4, 6)), "q and k must agree in Hk, got q"),
+        (dict(k=f32(3, 7, 2, 8)), r"k must have the axes B S K Hk with B=2, Hk=8, got shape \(3, "),
+        (dict(v=f32(2, 6, 2, 8)), "v must have the axes B S K Hv with B=2, S=7, K=2, got"),
+        (dict(v=f32(2, 7, 1, 8)), "v must have the axes B S K Hv with B=2, S=7, K=2, got"),
+        (dict(q=f32(2, 5, 4, 6)), "k must have the axes B S K Hk with B=2, Hk=6, got"),
         (dict(q=f32(2, 5, 3, 8)), "multiple of the K key heads, got N=3 and K=2"),
         (dict(q=f32(2, 0, 4, 8)), "at least one query and one key, got T=0"),
-        (dict(k_start=i32(2, 7)), r"k_start must have the axes B T = \(2, 5\), got shape \(2, 7\)"),
+        (dict(k_start=i32(2, 7)), r"k_start must have the axes B T with B=2, T=5, got shape \(2, 7\)"),
         (dict(k_end=f32(2, 5)), "k_end must hold integer key indices, got float32"),
-        (dict(sinks=f32(2)), r"one entry per query head, N=4, got shape \(2,\)"),
+        (dict(sinks=f32(2)), r"sinks must have the axes N with N=4, got shape \(2,\)"),
         (dict(bias=f32(2, 2, 5, 7)), r"bias must have the axes B N T S = .* got shape \(2, 2, 5, 7\)"),
         (dict(softcap=0.0), "softcap must be positive"),
     ],

@@ -58,13 +58,6 @@ def test_padding_sees_nothing():
     np.testing.assert_array_equal(np.asarray(start)[empty], np.asarray(tokens.index)[empty])
 
 
-def test_a_window_that_covers_all_is_causal():
-    tokens = cases.tokens("packed", 37, 37)
-    pairs = zip(key_intervals(Causal() & SlidingWindow(37), tokens), key_intervals(Causal(), tokens), strict=True)
-    for window, causal in pairs:
-        np.testing.assert_array_equal(window, causal)
-
-
 def test_without_spans_every_token_sees_itself():
     tokens = dataclasses.replace(cases.tokens("packed", 18, 35), span_start=None, span_stop=None)
     start, end = key_intervals(BidirectionalBlocks(), tokens)

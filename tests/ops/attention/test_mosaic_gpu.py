@@ -12,13 +12,12 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from maxlib.kernels.attention.mosaic_gpu import config, memory, mosaic_gpu
+from maxlib.kernels.attention.mosaic_gpu import config, memory
 from maxlib.kernels.attention.tiles import tiles_of, walk
 from maxlib.ops import explain_attention
-from maxlib.ops._attention.mosaic_gpu_mla import mosaic_gpu_mla
-from maxlib.ops._attention.reference import reference
+from maxlib.ops._attention import mosaic_gpu as module
 from tests.ops.attention import cases, emulator
-from tests.ops.attention.kernels import MASKS, check, everything, some_masks, values
+from tests.ops.attention.kernels import MASKS, by_name, check, everything, reference, some_masks, values
 from tests.ops.hopper import gpu, no_gpu
 
 FACTORS = {
@@ -37,6 +36,7 @@ MAX_QUERIES = [  # every width, and the rest in turn
     )
 ]
 HOPPER = ("gpu", "NVIDIA H200")
+mosaic_gpu, mosaic_gpu_mla = by_name(module.mosaic_gpu), by_name(module.mosaic_gpu_mla)
 
 
 # ------------------------------------------------------------------------------------------------ on a CPU
@@ -94,15 +94,20 @@ def test_decoding_equals_the_reference(case, emulated):
 
 
 @no_gpu
-@pytest.mark.parametrize("filled", [0, 1, 129, 700])
-def test_a_cache_of_which_little_is_filled(filled, emulated):
+def test_a_cache_of_which_little_is_filled(emulated):
     """Fewer blocks than parts, none at all, and one more than there are parts."""
     case = cases.Case((2, 1), (64, 64), (1, 2560), None, True, None)
-    given, bounds = cases.arrays(case, jnp.float32), (jnp.zeros((2, 1), jnp.int32), jnp.full((2, 1), filled))
     assert config.decode_parts(2, 2560) == 5
-    got, want = (values(run, case)(given, *bounds) for run in (mosaic_gpu, reference))
-    np.testing.assert_allclose(got["out"], want["out"], atol=1e-5)
-    np.testing.assert_allclose(got["lse"], want["lse"], atol=1e-5)
+    equal_with_a_cache(case, (0, 1, 129, 700), *(values(run, case) for run in (mosaic_gpu, reference)))
+
+
+def equal_with_a_cache(case, lengths, *runs):
+    """Results where rows have these numbers of tokens."""
+    given, start = cases.arrays(case, jnp.float32), np.zeros((2, 1), np.int32)
+    for filled in lengths:
+        got, want = (run(given, start, start + filled) for run in runs)
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], atol=1e-5, err_msg=f"{name} {filled}")
 
 
 LATENTS = [  # rows of one tile and of two, several queries among them; empty keys, few and many
@@ -113,10 +118,13 @@ LATENTS = [  # rows of one tile and of two, several queries among them; empty ke
 
 
 def check_latents(case, masks, dtype, tol, results=values):
+    ours, truth = (with_shared_values(run, case.widths[1]) for run in (mosaic_gpu_mla, reference))
+    check(ours, case, masks, dtype, tol, results=results, truth=truth)
+
+
+def with_shared_values(run, width):
     """The values are channels of the keys."""
-    Hv = case.widths[1]
-    shared = lambda run: lambda q, k, v, **options: run(q, k, k[..., :Hv], **options)
-    check(shared(mosaic_gpu_mla), case, masks, dtype, tol, results=results, truth=shared(reference))
+    return lambda q, k, v, **options: run(q, k, k[..., :width], **options)
 
 
 @no_gpu
@@ -127,15 +135,12 @@ def test_decoding_latents_equals_the_reference(case, emulated, monkeypatch):
 
 
 @no_gpu
-@pytest.mark.parametrize("filled", [0, 1, 129])
-def test_a_cache_of_latents_of_which_little_is_filled(filled, emulated):
+def test_a_cache_of_latents_of_which_little_is_filled(emulated):
     case = cases.Case((3, 1), (144, 128), (1, 2560), None, False, None)
-    given, bounds = cases.arrays(case, jnp.float32), (jnp.zeros((2, 1), jnp.int32), jnp.full((2, 1), filled))
     assert config.latent_parts(2, 2560) == 5
-    q, k, v = given["q"], given["k"], given["k"][..., :128]
-    options = {"k_start": bounds[0], "k_end": bounds[1], "scale": 0.1}
-    for got, want in zip(mosaic_gpu_mla(q, k, v, **options), reference(q, k, v, **options), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)
+    equal_with_a_cache(
+        case, (0, 1, 129), *(values(with_shared_values(run, 128), case) for run in (mosaic_gpu_mla, reference))
+    )
 
 
 @no_gpu

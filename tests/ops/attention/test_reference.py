@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.split_kv import split_kv
 from tests.ops.attention import cases
+from tests.ops.attention.kernels import by_name, reference
 
 CASE = cases.Case(heads=(4, 2), widths=(6, 4), lengths=(9, 14), softcap=2.0, sinks=True, bias=(True, True))
 
@@ -88,5 +88,5 @@ def test_split_keys_of_an_empty_interval_weigh_nothing():
     """Their logits sum to nothing, so that a merge with other keys leaves those alone."""
     q, k, v = (jnp.ones((1, n, 2, 4)) for n in (2, 8, 8))
     start, end = jnp.array([[0, 3]]), jnp.array([[5, 3]])
-    out, total = split_kv(q, k, v, k_start=start, k_end=end, scale=0.5)
+    out, total = by_name(split_kv)(q, k, v, k_start=start, k_end=end, scale=0.5)
     assert np.isfinite(total[0, 0]).all() and (total[0, 1] == -np.inf).all() and (out[0, 1] == 0).all()

@@ -17,8 +17,8 @@ import pytest
 
 from maxlib import ops
 from maxlib.ops._attention import tokamax_gpu
-from maxlib.ops._attention.reference import reference
 from tests.ops.attention import cases
+from tests.ops.attention.kernels import by_name, reference
 
 ODD, WHOLE = (37, 37), (256, 256)
 STATIC = {
@@ -78,7 +78,7 @@ def compare(kernel, lengths, mask, documents, static, softcap=None):
 
     known = static and ops.MaskHint(static)
     with jax.numpy_rank_promotion("allow"):  # tokamax's own code broadcasts
-        got = jax.jit(lambda: results(tokamax_gpu.tokamax, mask_hint=known, kernel=kernel))()
+        got = jax.jit(lambda: results(by_name(tokamax_gpu.tokamax), mask_hint=known, kernel=kernel))()
     for one, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
         np.testing.assert_allclose(one, want, atol=1e-5, rtol=1e-5)
 
@@ -136,7 +136,7 @@ def test_a_program_calls_its_kernels(length, device, monkeypatch):
 
     def both(q, k, v, start, end):
         more = {"k_start": start, "k_end": end, "scale": 0.1, "softcap": 30.0, "mask_hint": known}
-        out, pull = jax.vjp(lambda *x: tokamax_gpu.tokamax(*x, **more)[0], q, k, v)
+        out, pull = jax.vjp(lambda *x: by_name(tokamax_gpu.tokamax)(*x, **more)[0], q, k, v)
         return pull(out)
 
     traced = jax.jit(both).trace(array(4, 192), array(2, 192), array(2, 128), ends, ends)

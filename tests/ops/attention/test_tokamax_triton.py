@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 from maxlib import ops
 from maxlib.hardware import is_ampere_or_later
 from maxlib.ops._attention import table, tokamax_triton
-from maxlib.ops._attention.reference import reference
 from maxlib.ops._attention.tokamax_triton import TritonAttentionTile, TritonAttentionTiles, triton_tiles
 from maxlib.plan._targets import has_gpu_compiler
 from tests.ops.attention import cases, triton_interpreter
-from tests.ops.attention.kernels import compiled, some_masks
+from tests.ops.attention.kernels import by_name, compiled, reference, some_masks
 from tests.ops.described import compile_for
 from tests.ops.hopper import no_gpu, on_a_gpu
 
@@ -50,7 +49,7 @@ def results(run, case, mask, documents, dtype, scale=0.3, **options):
 
 def compare(case, mask, documents, dtype=jnp.float32, tol=1e-5, scale=0.3, **options):
     """Compares with the definition in float64, as norms of whole arrays; rows without a key must be zero."""
-    got = results(tokamax_triton.tokamax_triton, case, mask, documents, dtype, scale, **options)
+    got = results(by_name(tokamax_triton.tokamax_triton), case, mask, documents, dtype, scale, **options)
     with jax.enable_x64(True):
         want = results(reference, case, mask, documents, jnp.float64, scale)
     for name, x in want.items():

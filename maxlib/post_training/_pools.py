@@ -1,14 +1,82 @@
-"""Environments that answer a model's turns, run in threads or processes with a deadline for each call."""
+"""Rewards and environments in processes (or threads) with a deadline for each call; failures never become scores."""
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from maxlib._utils.timed_process import TimedProcess, wait_for_any
+import numpy as np
+from jaxtyping import Float
+
+from maxlib._utils.timed_process import TimedProcess, results
+
+Reward = Callable[[Any], float | None]
+FAILURES = "timeout", "error", "nan"
+
+
+class _Pool(contextlib.AbstractContextManager):
+    """Workers that answer calls, each within `timeout` seconds."""
+
+    def __init__(self, workers: Sequence[TimedProcess], timeout: float):
+        self._workers, self.timeout = workers, timeout
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for worker in self._workers:
+            worker.end()
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class RewardPool(_Pool):
+    """Processes that score completions.
+
+    A reward is a function of one item, such as a dict of a document and a completion, that returns a number, or None
+    for "not scored". A call that exceeds `timeout`, raises, crashes its process, or returns no finite number gives NaN
+    and increments a count. Functions and items are pickled, so functions must be importable from a module.
+
+    Args:
+        rewards: A reward, or several.
+        processes: Number of processes.
+        timeout: Time limit in seconds of one reward for one item.
+    """
+
+    def __init__(self, rewards: Reward | Sequence[Reward], *, processes: int = 4, timeout: float = 10.0):
+        if processes < 1 or not timeout > 0:
+            raise ValueError(f"processes and timeout must be positive, got {processes} and {timeout}")
+        self.rewards = list(rewards) if isinstance(rewards, Sequence) else [rewards]
+        self.outcomes = collections.Counter[str]()
+        score = [functools.partial(_score, reward) for reward in self.rewards]
+        super().__init__([TimedProcess(score) for _ in range(processes)], timeout)
+
+    def __call__(self, items: Sequence[Any]) -> Float[np.ndarray, "N K"]:
+        """Scores N items with K rewards; NaN for items that were not scored."""
+        scores = np.full((len(items), len(self.rewards)), np.nan)
+        queue = collections.deque(((n, k), k, items[n]) for n, k in np.ndindex(scores.shape))
+        for job, scored, failure in results(self._workers, [queue] * len(self._workers), self.timeout):
+            kind, scores[job] = scored or ("timeout" if failure == "timeout" else "error", math.nan)
+            self.outcomes[kind] += 1
+        return scores
+
+    def metrics(self) -> dict[str, int]:
+        """Returns the failures so far: `reward_timeout`, `reward_error` and `reward_nan`."""
+        return {f"reward_{kind}": self.outcomes[kind] for kind in FAILURES}
+
+
+def _score(reward: Reward, item: Any) -> tuple[str, float]:
+    """Returns the kind of the outcome, and the score, NaN if there is none."""
+    try:
+        if (value := reward(item)) is None:
+            return "unscored", math.nan
+        score = float(value)
+    except Exception:
+        return "error", math.nan
+    return ("scored", score) if math.isfinite(score) else ("nan", math.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +124,7 @@ class Answer:
     error: str = ""
 
 
-class EnvironmentPool(contextlib.AbstractContextManager):
+class EnvironmentPool(_Pool):
     """Workers that run environments, each call with a deadline.
 
     A call that exceeds `timeout` or raises ends its environment and no other one, with one exception: a process that is
@@ -75,8 +143,8 @@ class EnvironmentPool(contextlib.AbstractContextManager):
     ):
         if workers < 1 or not timeout > 0:
             raise ValueError(f"workers and timeout must be positive, got {workers} and {timeout}")
-        self.timeout, self._added, self._lock = timeout, 0, threading.Lock()
-        self._workers = [TimedProcess([_Host(make)], in_thread=in_threads) for _ in range(workers)]
+        self._added, self._lock = 0, threading.Lock()
+        super().__init__([TimedProcess([_Host(make)], in_thread=in_threads) for _ in range(workers)], timeout)
 
     def reset(self, tasks: Sequence[Any]) -> dict[int, Answer]:
         """Makes an environment for each task; returns their first prompts by their new numbers."""
@@ -93,34 +161,16 @@ class EnvironmentPool(contextlib.AbstractContextManager):
         return self._call(dict.fromkeys(numbers, ("reward", None)))
 
     def _call(self, calls: Mapping[int, tuple[str, Any]]) -> dict[int, Answer]:
-        with self._lock:  # engines in several threads may share the workers
-            return self._answers(calls)
-
-    def _answers(self, calls: Mapping[int, tuple[str, Any]]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
-        queues = [collections.deque[int]() for _ in self._workers]
-        for number in calls:
-            queues[number % len(queues)].append(number)
-        while len(answers) < len(calls):
-            for worker, queue in zip(self._workers, queues, strict=True):
-                if queue and worker.idle:
-                    number = queue.popleft()
-                    worker.start(number, 0, (number, *calls[number]), self.timeout)
-            for worker in wait_for_any(self._workers):
-                if (done := worker.result()) is not None:
-                    number, answer, failure = done
-                    if failure == "timeout":
-                        answer = Answer(failure="timeout", error=f"no answer within {self.timeout:g} s")
-                    answers[number] = answer or Answer(failure="crash", error="its process ended")
+        queues = [collections.deque() for _ in self._workers]
+        for number, call in calls.items():
+            queues[number % len(queues)].append((number, 0, (number, *call)))
+        with self._lock:  # engines in several threads may share the workers
+            for number, answer, failure in results(self._workers, queues, self.timeout):
+                if failure == "timeout":
+                    answer = Answer(failure="timeout", error=f"no answer within {self.timeout:g} s")
+                answers[number] = answer or Answer(failure="crash", error="its process ended")
         return {number: answers[number] for number in calls}  # in the order of the calls, whoever answered first
-
-    def close(self) -> None:
-        """Ends the workers."""
-        for worker in self._workers:
-            worker.end()
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 class _Host:

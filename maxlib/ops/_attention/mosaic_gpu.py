@@ -1,4 +1,4 @@
-"""Attention on Hopper: padding, and the custom gradient around the kernels.
+"""Attention on Hopper by maxlib's kernels: padding, and custom gradients around them.
 
 The kernels are imported when they are first called, because Mosaic GPU takes longer to import than all of maxlib.
 """
@@ -8,12 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import vary_alike
 from maxlib.kernels.attention.logits import LOG2_E, Logits
 from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.mosaic_gpu import config
+from maxlib.ops._attention.chunked import chunked_gradients
+from maxlib.ops._attention.inputs import AttentionInputs, Results
 
 
 class Spec(NamedTuple):
@@ -24,36 +25,29 @@ class Spec(NamedTuple):
     T: int
 
 
-def mosaic_gpu(
-    q: Float[Array, "B T N Hk"],
-    k: Float[Array, "B S K Hk"],
-    v: Float[Array, "B S K Hv"],
-    *,
-    k_start: Int[Array, "B T"],
-    k_end: Int[Array, "B T"],
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    bias: None = None,
-    tiles: config.HopperAttentionTiles | None = None,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+def mosaic_gpu(x: AttentionInputs, tiles: config.HopperAttentionTiles | None = None) -> Results:
     """Returns the output and the log-sum-exp of each row's logits, as `reference` does.
 
     Differentiable once (reverse mode) in q, k, v and sinks; the gradients are the same in every run. `tiles` are those
     of `config.attention_tiles` by default.
     """
+    x = _prepared(x)
+    T, sinks = x.q.shape[1], jnp.full(x.q.shape[2], -jnp.inf) if x.sinks is None else x.sinks.astype(jnp.float32)
+    q, k, v, sinks, *ends = vary_alike((x.q, x.k, x.v, sinks, x.start, x.end))
+    q, k, v = (_to_eights(a) for a in (q, k, v))
+    ends = (jnp.pad(a, ((0, 0), (0, q.shape[1] - T)), mode="edge") for a in ends)
+    tiles = tiles or config.attention_tiles(q.shape[3], v.shape[3], x.softcap is not None)
+    out, lse = _attend(Spec(Logits(x.scale, x.softcap), tiles, T), q, k, v, sinks, *ends)
+    return out[:, :T], lse[:, :T]
+
+
+def _prepared(x: AttentionInputs) -> AttentionInputs:
+    """Returns arguments with a positive scale, arrays of one dtype, and bounds within the keys."""
+    q, scale = x.q, x.scale
     if scale <= 0:  # the kernels take the maximum before they scale, which needs scale > 0
         q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
-    T, S = q.shape[1], k.shape[1]
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    sinks = jnp.full(q.shape[2], -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
-    q, k, v, sinks, k_start, k_end = vary_alike((q, k, v, sinks, k_start, k_end))
-    q, k, v = (_to_eights(x) for x in (q, k, v))
-    ends = (jnp.clip(x.astype(jnp.int32), 0, S) for x in (k_start, k_end))
-    ends = (jnp.pad(x, ((0, 0), (0, q.shape[1] - T)), mode="edge") for x in ends)
-    tiles = tiles or config.attention_tiles(q.shape[3], v.shape[3], softcap is not None)
-    out, lse = _attend(Spec(Logits(scale, softcap), tiles, T), q, k, v, sinks, *ends)
-    return out[:, :T], lse[:, :T]
+    start, end = (jnp.clip(a.astype(jnp.int32), 0, x.k.shape[1]) for a in (x.start, x.end))
+    return x._replace(q=q, k=x.k.astype(q.dtype), v=x.v.astype(q.dtype), scale=scale, start=start, end=end)
 
 
 def _to_eights(x):
@@ -125,3 +119,50 @@ def _by_head(x, fill: float):
 
 _attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+# ---------------------------------------------------------------------------------------------- latents
+
+
+class LatentSpec(NamedTuple):
+    """Static parameters: the maths, the width of values, and the tiles."""
+
+    logits: Logits
+    value_dim: int
+    tiles: config.HopperLatentTiles
+
+
+def mosaic_gpu_mla(x: AttentionInputs, tiles: config.HopperLatentTiles | None = None) -> Results:
+    """Attends from few queries to a cache of latents, `B S 1 Hk`, each of which the kernel reads once.
+
+    Only the shape of the values matters: they are the first channels of the keys. The gradient is computed by
+    `chunked`, and that of `v` is zero.
+    """
+    x = _prepared(x)
+    spec = LatentSpec(Logits(x.scale, x.softcap), x.v.shape[3], tiles or config.latent_tiles(x.k.shape[3]))
+    out, lse = _attend_latents(spec, *vary_alike((x.q, x.k, x.start, x.end)))
+    return (out, lse) if x.sinks is None else merge_sinks(out, lse, x.sinks)
+
+
+def _attend_latents(spec: LatentSpec, q, k, start, end):
+    from maxlib.kernels.attention.mosaic_gpu.decode import decode_latents
+
+    # The memory unit takes multiples of 8 rows; [B, S, 1, Hk] -> [B, S, Hk]
+    latents = _to_eights(k[:, :, 0])
+    return decode_latents(q, latents, start, end, value_dim=spec.value_dim, logits=spec.logits, tiles=spec.tiles)
+
+
+def _attend_latents_fwd(spec: LatentSpec, *args):
+    return _attend_latents(spec, *args), args
+
+
+def _attend_latents_bwd(spec: LatentSpec, args, cotangents):
+    q, k, start, end = args
+    values = k[..., : spec.value_dim]
+    x = AttentionInputs(q, k, values, start, end, spec.logits.scale, spec.logits.softcap)
+    dq, dk, dv = chunked_gradients(x, cotangents)
+    return dq, dk.at[..., : spec.value_dim].add(dv), None, None
+
+
+_attend_latents = jax.custom_vjp(_attend_latents, nondiff_argnums=(0,))
+_attend_latents.defvjp(_attend_latents_fwd, _attend_latents_bwd)

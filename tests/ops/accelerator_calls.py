@@ -1,4 +1,4 @@
-"""Test cases of `check`: shapes and features as in training and decoding."""
+"""Calls of kernels at the sizes of training and decoding, and their comparison with float32 on an accelerator."""
 
 import dataclasses
 import functools
@@ -10,14 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlib import ops
-from maxlib.ops._attention.masks import Causal, Full, Mask, MaskHint, SlidingWindow, TokenPositions, key_intervals
+from maxlib import nn, ops
+from maxlib.ops import Causal, Full, Mask, MaskHint, SlidingWindow
 from maxlib.ops._attention.table import ATTENTION
-from maxlib.ops._dispatch import Explanation, Op
 from maxlib.ops._grouped_matmul.api import GROUPED_MATMUL
 from maxlib.ops._recurrent.gated_delta import GATED_DELTA
-from maxlib.ops._recurrent.kimi_delta import KIMI_DELTA
-from maxlib.ops._recurrent.ssd import SSD
 
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 """Largest error of an array relative to its norm, by dtype. Rounding to bfloat16 alone gives 0.002."""
@@ -66,22 +63,18 @@ class Attention:
         return mask if self.window is None else mask & SlidingWindow(self.window)
 
     def intervals(self) -> tuple[jax.Array, jax.Array, MaskHint | None]:
-        """Returns the key interval of every query and the mask's static description."""
-        T, S, filled = self.tokens, self.keys, self.cache + self.tokens
-        index = np.arange(T) + self.cache  # [T]: queries come after the cache
-        length = -(-filled // self.documents)
-        start = index // length * length
-        stop = np.minimum(start + length, filled)
-        rows = (np.broadcast_to(x, (self.batch, T)).astype(np.int32) for x in (index, start, stop))
-        tokens = TokenPositions(*map(jnp.asarray, rows))
-        # Kernels for named masks get the hint that `nn.Attention` would pass.
-        hint = self.mask.static
-        if hint is not None:
-            aligned = T == S
-            ids = (tokens.start, jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32) // length * length, (self.batch, S)))
-            segmented = hint.segmented or self.documents > 1
-            hint = MaskHint(dataclasses.replace(hint, aligned=aligned, segmented=segmented), ids if segmented else None)
-        return *key_intervals(self.mask, tokens), hint
+        """Returns the key interval of every query and the mask's static description, as `nn.Attention` passes them."""
+        if self.cache or self.room:
+            cache = nn.cache.kv_cache(
+                self.batch, self.keys, num_kv_heads=1, k_dim=1, v_dim=1, ring=None, dtype=jnp.float32
+            )
+            whole = nn.cache.Cache([cache], jnp.full(self.batch, self.cache, jnp.int32))
+            ctx = nn.make_context(self.batch, self.tokens, cache=whole)
+            return *ctx.key_intervals(self.mask), ctx.mask_hint(self.mask, cache)
+        ids = 1 + jnp.arange(self.tokens) // -(-self.tokens // self.documents)
+        ids = jnp.broadcast_to(ids, (self.batch, self.tokens)) if self.documents > 1 else None
+        ctx = nn.make_context(self.batch, self.tokens, segment_ids=ids)
+        return *ctx.key_intervals(self.mask), ctx.mask_hint(self.mask)
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns q, k, v, the output's cotangent, and sinks if there are any."""
@@ -100,16 +93,6 @@ class Attention:
         start, end, hint = self.intervals()
         values = {"v": self.value_dim} if self.latents else {}
         return run(**arrays, **values, k_start=start, k_end=end, mask_hint=hint, softcap=self.softcap)
-
-    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays, for the same arguments as a layer's: interval ends and
-        the mask hint.
-        """
-        hint = self.intervals()[2]
-        options |= {"mask_hint": hint and hint.static, "softcap": self.softcap, "sinks": arrays.get("sinks")}
-        values: Any = self.value_dim if self.latents else arrays["v"]
-        ends = jnp.zeros(arrays["q"].shape[:2], jnp.int32)
-        return ops.explain_attention(arrays["q"], arrays["k"], values, k_end=ends, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +132,6 @@ class GroupedMatmul:
         counts = np.floor(share / share.sum() * self.rows).astype(np.int32)
         return run(arrays["rows"], arrays["weights"], jnp.asarray(counts))
 
-    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return ops.explain_grouped_matmul(arrays["rows"], arrays["weights"], **options)
-
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
@@ -178,7 +157,6 @@ class Recurrence:
     documents: int = 1
 
     op: ClassVar[str]
-    deciding: ClassVar[tuple[str, ...]] = ("q", "v")  # arrays that decide the kernel
     gradients: ClassVar[bool] = True
 
     @property
@@ -203,10 +181,6 @@ class Recurrence:
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns the operation's arrays and the output's cotangent; rates are float32, as in layers."""
         raise NotImplementedError
-
-    def explain(self, arrays: dict[str, jax.Array], **options: Any) -> Explanation:
-        """Explains which implementation would run the arrays."""
-        return getattr(ops, f"explain_{self.op}")(*(arrays[name] for name in self.deciding), **options)
 
     def _starts(self) -> jax.Array:
         """Returns True for the first token of each document but the first, `B T`."""
@@ -244,7 +218,6 @@ class GatedDelta(Recurrence):
 class KimiDelta(GatedDelta):
     """One call of Kimi delta attention in two parts."""
 
-    op = "kimi_delta_attention"
     by_channel = True
 
 
@@ -256,7 +229,6 @@ class StateSpace(Recurrence):
     """
 
     op = "ssd"
-    deciding = ("x", "b")
 
     def arrays(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns inputs, steps, rates, projections, and the output's cotangent; steps and rates are float32, as in
@@ -319,9 +291,63 @@ def tolerance(case: Case, name: str, dtype: str) -> float:
     return (2 if twice else 1) * TOLERANCE[dtype]
 
 
-OPS: dict[str, Op] = {op.name: op for op in (ATTENTION, GROUPED_MATMUL, GATED_DELTA, KIMI_DELTA, SSD)}
+REPEATS = 10  # runs that must agree bit for bit
+# Those that add up some gradients in an order that varies: their runs differ in bits, and each of them must be right.
+VARY = {("attention", "cudnn"), ("attention", "tokamax")}
+TABLES = {"attention": ATTENTION, "grouped_matmul": GROUPED_MATMUL, "gated_delta_rule": GATED_DELTA, "ssd": GATED_DELTA}
+
+
+def implementations(case: Case) -> list[str]:
+    """Returns the names of a case's implementations, but for the definition."""
+    names = [kernel.name for kernel in TABLES[case.op].kernels]
+    return [name for name in names if name not in ("reference", "sequential")]
 
 
 def bound(op: str, implementation: str) -> Callable:
     """Returns the public function of an operation, bound to an implementation."""
     return functools.partial(getattr(ops, op), implementation=implementation)
+
+
+def results_of(case: Case, run: Callable) -> Callable:
+    """Returns a function from the arrays to the output and the gradients."""
+
+    def results(arrays):
+        inputs = {name: x for name, x in arrays.items() if name != "d_out"}
+        if not case.gradients:
+            return {"out": case.call(run, inputs)}
+        out, vjp = jax.vjp(lambda x: case.call(run, x), inputs)
+        return {"out": out} | {f"d_{name}": x for name, x in vjp(arrays["d_out"])[0].items()}
+
+    return results
+
+
+def truth_of(case: Case, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Returns the results in float32."""
+    # It runs once: XLA on a GPU would take seconds to find the fastest way to compute each of its matmuls.
+    quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {}
+    with jax.default_matmul_precision("float32"):
+        wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+        return jax.device_get(jax.jit(results_of(case, bound(case.op, case.truth)), compiler_options=quick)(wide))
+
+
+def check(case: Case, run: Callable, arrays: dict[str, jax.Array], truth: dict[str, Any], *, same: bool = True) -> None:
+    """Compares the results with the truth, and those of further runs: with the first, bit for bit, if they are to be
+    the `same`, else with the truth. A kernel with a missing wait sometimes reads data too early.
+    """
+    compiled, dtype = jax.jit(results_of(case, run)), str(arrays["d_out"].dtype)
+    first = jax.device_get(compiled(arrays))
+    check_right(case, first, truth, dtype)
+    for _ in range(REPEATS):
+        again = jax.device_get(compiled(arrays))
+        if same:
+            assert all(np.array_equal(again[name], first[name]) for name in first), "runs differ in some bit"
+        else:
+            check_right(case, again, truth, dtype)
+
+
+def check_right(case: Case, got: dict[str, Any], truth: dict[str, Any], dtype: str) -> None:
+    """A wrong tile changes the norm of the difference, rounding does not."""
+    for name, want in truth.items():
+        want, difference = np.asarray(want, np.float64), np.asarray(got[name], np.float64) - want
+        error = np.linalg.norm(difference) / max(np.linalg.norm(want), 1e-6)
+        assert error <= tolerance(case, name, dtype), f"{name} is off by {error:.2g} of its norm"
