@@ -1,10 +1,9 @@
 """The checkpoints of one run."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,9 +15,9 @@ from maxlib.checkpoint import _policy as policy
 from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
-from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, UnsavedError, shorten, summary
+from maxlib.checkpoint._errors import DamagedError, InUseError, SaveError, shorten, summary
 from maxlib.checkpoint._groupings import Groupings
-from maxlib.checkpoint._tier import Tier
+from maxlib.checkpoint._tier import Tier, of_all_hosts
 
 _log = logging.getLogger(__name__)
 
@@ -73,19 +72,16 @@ class Checkpointer(Tier):
         counts["max_failed_saves"] = max_failed_saves
         if wrong := {name: value for name, value in counts.items() if value is not None and not value > 0}:
             raise ValueError(f"All of {', '.join(counts)} must be positive, got {wrong}.")
-        self.directory = storage.absolute(directory)
-        self.groupings, self.base = groupings or {}, base
-        seconds = policy.SECONDS if every is None and seconds is None else seconds
-        self._when, self._keep = policy.When(every, seconds), policy.Keep(keep, keep_every, best)
+        when = policy.When(every, policy.SECONDS if every is None and seconds is None else seconds)
+        super().__init__(storage.absolute(directory), when, groupings or {}, max_failed_saves)
+        self.base, self._keep = base, policy.Keep(keep, keep_every, best)
         self._verify, self._replace, self._metrics = verify, replace, {}
-        self._max_failed_saves, self._failed_saves, self._last_error = max_failed_saves, 0, ""
         try:
             self._owner = lock.RunLock(self.directory)
             self._steps = storage.Steps(self.directory, clean=self._owner.first)
         except (OSError, distributed.PeerError) as error:
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
         self._thread = ThreadPoolExecutor(1, "maxlib-checkpoint")
-        self._saving: tuple[int, Future] | None = None
         self._known: set[int] = set()  # steps that this object saved or restored
         self._left: list[int] = []  # later steps of another history, deleted once the running save is complete
         self._metric_seen = False  # or its absence has been reported
@@ -123,34 +119,13 @@ class Checkpointer(Tier):
         failed = self._finish()
         if step in self._known - self._damaged and not (self._replace and overwrite):
             self._prune()  # the previous run may have been killed before pruning
-            return _raise(failed)
-        self._prepare(step)
-        self._look_for_metric(step, metrics or {})
-        meta = {**(meta or {}), "format": records.FORMAT, "step": step, "layouts": self.groupings}
-        meta |= {} if metrics is None else {"metrics": dict(metrics)}
-        texts = {"meta": _text("meta", meta), "data": _text("data", _of_all_hosts(dict(data or {})))}
-        self._start(step, {item: records.flatten(tree) for item, tree in items.items()}, texts)
-        return _raise(failed)
-
-    def restore(
-        self,
-        step: int | None = None,
-        like: dict[str, Any] | None = None,
-        *,
-        items: tuple[str, ...] | list[str] | None = None,
-        cast: bool = False,
-    ) -> dict[str, Any]:
-        """Restores `step`, or the newest undamaged one, with a warning for each damaged step; see `load`."""
-        self._wait_quietly()
-        wanted = restore.Wanted(like, None if items is None else tuple(items), self.groupings, cast)
-        if step is None:
-            steps = reversed(distributed.allgather_json(self.steps())[0])  # one list for all hosts
-            reads = ((step, functools.partial(self._read, step, wanted)) for step in steps)
-            restored = restore.first_undamaged(reads, self.directory)
         else:
-            restored = self._read(step, wanted)
-        self.adopt(restored["meta"]["step"])
-        return restored
+            self._prepare(step)
+            self._look_for_metric(step, metrics or {})
+            texts = {"meta": _text("meta", self._meta(step, meta, metrics)), "data": _text("data", of_all_hosts(data))}
+            self._start(step, {item: records.flatten(tree) for item, tree in items.items()}, texts)
+        if failed is not None:
+            raise failed
 
     def adopt(self, step: int) -> None:
         """Marks `step`, if it exists, as saved by this run, so that it is not saved again."""
@@ -177,21 +152,6 @@ class Checkpointer(Tier):
         bad = restore.verify(self._path(step))
         self._damaged |= {step} if bad else set()
         return bad
-
-    def unsaved(self) -> UnsavedError | None:
-        """Returns the error that should end the run if `max_failed_saves` consecutive saves failed, else None.
-
-        A `Trainer` checks it after every failed save.
-        """
-        if self._max_failed_saves is None or self._failed_saves < self._max_failed_saves:
-            return None
-        last = self._last_good()
-        return UnsavedError(
-            f"{self._failed_saves} consecutive saves failed, the last with: {self._last_error}; {_say_good(last)}. "
-            "Fix the cause and restart, or raise max_failed_saves= of the Checkpointer (None for no limit) to continue "
-            "without saving.",
-            last_good=last,
-        )
 
     def _prepare(self, step: int) -> None:
         """Checks that this run still owns the directory, and moves aside steps that conflict with `step`."""
@@ -264,13 +224,7 @@ class Checkpointer(Tier):
         self._known.discard(step)
         self._left = []
         self._steps.clean(step)
-        self._failed_saves += 1
-        self._last_error = summary(error)
-        where = f"Step {step} could not be saved to {self.directory}"
-        message = f"{where} ({self._last_error}); {_say_good(self._last_good())}."
-        failed = SaveError(message, step=step, reason=self._last_error)
-        failed.__cause__ = error
-        return failed
+        return super()._failed(step, error)
 
     def _last_good(self) -> int | None:
         """Returns the newest step known to be good; only reads the disk, which may be the cause, if necessary."""
@@ -347,7 +301,7 @@ class Checkpointer(Tier):
             return False
         return True
 
-    def _read(self, step: int, wanted: Any) -> dict[str, Any]:
+    def _read(self, step: int, wanted: restore.Wanted) -> dict[str, Any]:
         try:
             return restore.read(self._path(step), wanted)
         except DamagedError:
@@ -356,17 +310,8 @@ class Checkpointer(Tier):
 
     def _path(self, step: int) -> epath.Path:
         if step not in self.steps():
-            raise FileNotFoundError(f"{self.directory} has no complete step {step}; it has {self.steps()}.")
+            raise self._missing(step, self.steps())
         return self.directory / str(step)
-
-
-def _raise(failed: SaveError | None) -> None:
-    if failed is not None:
-        raise failed
-
-
-def _say_good(step: int | None) -> str:
-    return "there is no earlier one" if step is None else f"step {step} is the last good one"
 
 
 def _text(name: str, content: Any) -> str:
@@ -376,8 +321,3 @@ def _text(name: str, content: Any) -> str:
         raise ValueError(
             f"{name} must consist of JSON types (str, int, float, bool, None, list, dict): {error}"
         ) from error
-
-
-def _of_all_hosts(data: dict[str, Any]) -> dict[str, Any]:
-    """Joins the states of all hosts' shards."""
-    return {shard: state for states in distributed.allgather_json(data) for shard, state in states.items()}

@@ -95,7 +95,7 @@ def _words(x: Any, xp: Any = jnp) -> Any:
         return x.astype(xp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = xp.stack([xp.real(x), xp.imag(x)], axis=-1)
-    if _is_narrow(x.dtype):  # less than a byte: every value is exact in float32
+    if is_narrow(x.dtype):  # less than a byte: every value is exact in float32
         x = x.astype(xp.float32)
     bits = xp.dtype("uint32" if x.dtype.itemsize > 4 else f"uint{8 * x.dtype.itemsize}")
     return (x.view(bits) if xp is np else lax.bitcast_convert_type(x, bits)).astype(xp.uint32)
@@ -111,7 +111,8 @@ def _words_on_host(x: np.ndarray) -> np.ndarray:
     return words if x.dtype.itemsize > 4 else words.reshape(x.shape)
 
 
-def _is_narrow(dtype: Any) -> bool:
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether an element has less than a byte."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits < 8
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8

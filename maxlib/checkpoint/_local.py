@@ -4,7 +4,7 @@ import functools
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from maxlib.checkpoint import _policy as policy
 from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
-from maxlib.checkpoint._errors import DamagedError, SaveError, UnsavedError, summary
-from maxlib.checkpoint._groupings import Groupings
+from maxlib.checkpoint._errors import DamagedError, SaveError
 from maxlib.checkpoint._parts import Part, PartStore, ReadRange
-from maxlib.checkpoint._tier import Tier
+from maxlib.checkpoint._tier import Tier, of_all_hosts
 
 SECONDS = 60.0  # default interval between saves
 Box = tuple[tuple[int, int], ...]  # start and stop along every axis of a leaf
@@ -64,17 +63,15 @@ class Local(Tier):
                 "Local needs a path on this host, every, seconds and max_failed_saves above 0 and peers of at least 0; "
                 f"got {directory}, {every}, {seconds}, {max_failed_saves} and {peers}."
             )
-        self.directory = storage.absolute(directory)
-        self.groupings: Groupings = {}
-        self._when = policy.When(every, SECONDS if every is None and seconds is None else seconds)
-        self._max_failed_saves, self._failed_saves, self._last_error = max_failed_saves, 0, ""
+        when = policy.When(every, SECONDS if every is None and seconds is None else seconds)
+        super().__init__(storage.absolute(directory), when, {}, max_failed_saves)
         try:
             self._store = PartStore(Path(self.directory), peers)
         except (OSError, distributed.PeerError) as error:
             raise SaveError(f"Checkpoints cannot be written to {self.directory}: {error}", step=0) from error
         self._thread = ThreadPoolExecutor(1, "maxlib-local")
-        self._saving: tuple[int, Future] | None = None
         self._saved: int | None = None  # newest step that this object saved
+        self._restored = False  # nothing was saved since a restore
 
     def save(
         self,
@@ -95,43 +92,24 @@ class Local(Tier):
         """
         failed = self._finish()
         if step != self._saved:
-            states = distributed.allgather_json(dict(data or {}))
-            meta = {**(meta or {}), "format": records.FORMAT, "step": step, "layouts": self.groupings}
-            meta |= {} if metrics is None else {"metrics": dict(metrics)}
-            data = {shard: state for states_here in states for shard, state in states_here.items()}
+            meta, data = self._meta(step, meta, metrics), of_all_hosts(data)
             leaves = {item: records.flatten(tree) for item, tree in items.items()}
             raws = {item: {n: records.snapshot(x) for n, x in values.items()} for item, values in leaves.items()}
             described, shards = records.describe(leaves, raws), own_shards(raws)
             self._when.saved(step)
+            self._restored = False
             self._saving = step, self._thread.submit(self._write, step, meta, data, described, shards)
         if failed is not None:
             raise failed
 
-    def restore(
-        self,
-        step: int | None = None,
-        like: dict[str, Any] | None = None,
-        *,
-        items: tuple[str, ...] | list[str] | None = None,
-        cast: bool = False,
-    ) -> dict[str, Any]:
-        """Restores `step`, or the newest undamaged one; see `Checkpointer.restore`."""
-        self._wait_quietly()
-        wanted = restore.Wanted(like, None if items is None else tuple(items), self.groupings, cast)
-        complete = self._store.complete()
-        if step is not None and step not in complete:
-            raise FileNotFoundError(f"{self.directory} has no complete step {step}; it has {sorted(complete)}.")
-        steps = sorted(complete, reverse=True) if step is None else [step]
-        sources = {s: _Source(self.directory / str(s), self._store, complete[s]) for s in steps}
-        reads = ((s, functools.partial(restore.read_source, source, wanted)) for s, source in sources.items())
-        restored = restore.first_undamaged(reads, self.directory)
-        self.adopt(restored["meta"]["step"])
-        return restored
+    def should_save(self, step: int) -> bool:
+        """Returns whether a save is due after `step`; the first after a restore is, as copies may be lost."""
+        return self._restored or super().should_save(step)
 
     def adopt(self, step: int) -> None:
-        """Begins a new history after `step` was restored, which is saved again if it is due: copies may be lost."""
+        """Begins a new history after `step` was restored."""
         self._wait_quietly()
-        self._saved = None
+        self._saved, self._restored = None, True
         self._store.begin_run()
         self._when.saved(step)
 
@@ -158,12 +136,14 @@ class Local(Tier):
                     bad.append(f"{item}: {name}")
         return sorted(set(bad))
 
-    def unsaved(self) -> UnsavedError | None:
-        """Returns an error if `max_failed_saves` consecutive saves failed, else None."""
-        if self._max_failed_saves is None or self._failed_saves < self._max_failed_saves:
-            return None
-        text = f"{self._failed_saves} consecutive saves to {self.directory} failed, the last with: {self._last_error}"
-        return UnsavedError(f"{text}; make room there, or raise max_failed_saves=.", last_good=self.latest())
+    def _read(self, step: int, wanted: restore.Wanted) -> dict[str, Any]:
+        complete = self._store.complete()
+        if step not in complete:
+            raise self._missing(step, [*complete])
+        return restore.read_source(_Source(self.directory / str(step), self._store, complete[step]), wanted)
+
+    def _last_good(self) -> int | None:
+        return self.latest()
 
     def _release(self) -> None:
         self._thread.shutdown()
@@ -193,12 +173,7 @@ class Local(Tier):
             with distributed.raise_on_all("writing it"):
                 written.result()
         except Exception as error:  # of the system or of another process
-            self._failed_saves += 1
-            self._last_error = summary(error)
-            message = f"Step {step} could not be saved to {self.directory} ({self._last_error})."
-            failed = SaveError(message, step=step, reason=self._last_error)
-            failed.__cause__ = error
-            return failed
+            return self._failed(step, error)
         self._failed_saves, self._saved = 0, step
         self._store.delete_others(step)
         self._store.refresh()
@@ -231,16 +206,6 @@ class _Source:
         """Reads leaves to their shardings, or to numpy arrays without one; on all hosts, or on none."""
         with distributed.raise_on_all("reading a checkpoint"):
             return {name: self._leaf(item, name, leaf) for name, leaf in abstract.items()}
-
-    def unreadable(self, item: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
-        """Names the leaves that this process cannot read."""
-        bad = []
-        for name, leaf in abstract.items():
-            try:
-                self._leaf(item, name, leaf)
-            except OSError:
-                bad.append(name)
-        return bad
 
     def _leaf(self, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> Any:
         if leaf.sharding is None:

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlib.checkpoint._checksum import NO_MESH
+from maxlib.checkpoint._checksum import NO_MESH, is_narrow
 from maxlib.distributed import raise_on_all
 
 Arrays = dict[str, Any]
@@ -73,7 +72,7 @@ def _stacked(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) ->
     size, bits = leaf.sharding.shard_shape(leaf.shape), _bits(leaf.dtype)
     with jax.set_mesh(NO_MESH):  # each piece is on one device, independent of the caller's mesh
         pieces = [
-            _to_bits(have[d])[None] if d in have else jax.device_put(np.zeros((1, *size), bits), d)
+            have[d].view(bits)[None] if d in have else jax.device_put(np.zeros((1, *size), bits), d)
             for d in stacked.addressable_devices
         ]
     return jax.make_array_from_single_device_arrays(shape, stacked, pieces)
@@ -82,18 +81,9 @@ def _stacked(source: jax.Array | None, leaf: jax.ShapeDtypeStruct, axis: int) ->
 @functools.lru_cache(maxsize=64)
 def _merge(sharding: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
     def merge(copies: jax.Array) -> jax.Array:
-        bits = jnp.sum(copies, axis=0, dtype=copies.dtype)  # all but one are zero
-        return bits.astype(bool) if _is_bool(dtype) else lax.bitcast_convert_type(bits, dtype)
+        return jnp.sum(copies, axis=0, dtype=copies.dtype).view(dtype)  # all but one are zero
 
     return jax.jit(merge, out_shardings=sharding, donate_argnums=0)
-
-
-def _to_bits(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.uint8) if _is_bool(x.dtype) else lax.bitcast_convert_type(x, _bits(x.dtype))
-
-
-def _is_bool(dtype: Any) -> bool:
-    return np.dtype(dtype) == np.bool_
 
 
 def _bits(dtype: Any) -> np.dtype:
@@ -102,9 +92,8 @@ def _bits(dtype: Any) -> np.dtype:
 
 def _has_bits(dtype: Any) -> bool:
     """Returns whether an element uses all bits of its bytes, at most 32."""
-    kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
-    real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
-    return _is_bool(dtype) or (real and kind(dtype).bits == 8 * np.dtype(dtype).itemsize <= 32)
+    narrow_or_wide = is_narrow(dtype) or np.dtype(dtype).itemsize > 4
+    return not (narrow_or_wide or jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def _hosts(mesh: Mesh, axis: int) -> list[set[int]]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -30,7 +30,7 @@ def load(
     path: Any,
     like: dict[str, Any] | None = None,
     *,
-    items: tuple[str, ...] | list[str] | None = None,
+    items: Sequence[str] | None = None,
     groupings: Groupings | None = None,
     cast: bool = False,
 ) -> dict[str, Any]:
@@ -51,11 +51,12 @@ def load(
         ValueError: When the checkpoint belongs to another model; the message lists the differences.
     """
     path = storage.absolute(path)
-    wanted = Wanted(like, None if items is None else tuple(items), groupings, cast)
-    if storage.steps(path):
-        return newest(path, wanted)
-    _check_exists(path)
-    return read(path, wanted)
+    wanted = Wanted(like, items, groupings, cast)
+    if not storage.steps(path):
+        _check_exists(path)
+        return read(path, wanted)
+    steps = reversed(allgather_json(storage.steps(path))[0])  # one list for all hosts
+    return first_undamaged(((step, functools.partial(read, path / str(step), wanted)) for step in steps), path)
 
 
 def verify(path: Any) -> list[str]:
@@ -92,7 +93,7 @@ class Wanted:
     """A restore request: items and the wanted arrays."""
 
     like: dict[str, Any] | None = None
-    items: tuple[str, ...] | None = None
+    items: Sequence[str] | None = None
     groupings: Groupings | None = None
     cast: bool = False
 
@@ -110,14 +111,6 @@ class StepRecords:
     items: dict[str, dict[str, dict[str, Any]]]
     meta: dict[str, Any]
     data: Any
-
-
-def newest(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
-    """Reads the newest undamaged step of a run's directory."""
-    steps = reversed(allgather_json(storage.steps(directory))[0])  # one list for all hosts
-    return first_undamaged(
-        ((step, functools.partial(read, directory / str(step), wanted)) for step in steps), directory
-    )
 
 
 def first_undamaged(steps: Iterable[tuple[int, Callable[[], Restored]]], where: Any) -> Restored:
@@ -203,10 +196,6 @@ class Source(Protocol):
         """Reads leaves to their shardings, on all hosts or on none; to numpy if there is none."""
         ...
 
-    def unreadable(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
-        """Names the leaves that cannot be read."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True)
 class _StepDirectory:
@@ -219,9 +208,6 @@ class _StepDirectory:
 
     def load(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         return storage.load(self.directory, item, abstract)
-
-    def unreadable(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
-        return storage.unreadable(self.directory, item, abstract)
 
 
 def read(directory: epath.Path, wanted: Wanted) -> dict[str, Any]:
@@ -293,7 +279,7 @@ def _load(source: Source, item: str, entries: dict, shardings: dict[str, Any]) -
     try:
         leaves = source.load(item, want)
     except Exception:
-        bad = source.unreadable(item, want)
+        bad = [name for name, leaf in want.items() if not _is_readable(source, item, name, leaf)]
         if not anywhere(bad):
             raise  # every leaf can be read, so the cause is something else
     else:
@@ -302,6 +288,15 @@ def _load(source: Source, item: str, entries: dict, shardings: dict[str, Any]) -
             empty = {n: np.zeros(e["shape"], records.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
             return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
     raise _damaged(source.directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
+
+
+def _is_readable(source: Source, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> bool:
+    """Returns whether a leaf can be read by itself, to numpy; all hosts must call it."""
+    try:
+        source.load(item, {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})
+    except Exception:  # tensorstore raises ValueError, orbax many kinds
+        return False
+    return True
 
 
 def anywhere(bad: list[str]) -> bool:

@@ -280,19 +280,6 @@ def _piece(store: Any, leaf: jax.ShapeDtypeStruct) -> Any:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
 
-def unreadable(directory: epath.Path, item: str, abstract: Arrays) -> list[str]:
-    """Names the leaves that cannot be read individually. Either all hosts call it or none."""
-    return [name for name, leaf in abstract.items() if not _readable(directory, item, name, leaf)]
-
-
-def _readable(directory: epath.Path, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> bool:
-    try:
-        load(directory, item, {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})
-    except Exception:  # tensorstore raises ValueError, orbax many kinds
-        return False
-    return True
-
-
 def _context(barrier: SaveBarrier | None = None) -> ocp.Context:
     context = ocp.Context()
     if barrier is not None:  # orbax's first version of these options has the barrier, its present one hides it

@@ -90,7 +90,7 @@ class Loader:
         self._readers: dict[int, Reader] = {}
         weakref.finalize(self, stop_readers, self._readers)  # a forgotten loader stops its threads
         self._set_rows(_equal_share(batch_size))
-        self._counted_rows = self.rows
+        self._counted_rows, self._num_hosts = self.rows, _num_processes()
 
     def __iter__(self) -> "Loader":
         return self
@@ -98,6 +98,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._num_batches is not None and self.batches >= self._num_batches:
             raise StopIteration
+        self._check_rows()
         self._collect()
         batches = [self._ready[s][0] for s in self.shards]
         self._counts = {s: self._ready[s][2] for s in self.shards}
@@ -138,6 +139,7 @@ class Loader:
                 the mesh.
         """
         rows, counted = _rows_of_process(sharding, self._batch_size)
+        self._num_hosts = 1  # that share the rows equally
         if not np.array_equal(rows, self.rows):
             if self.batches:
                 raise ValueError(
@@ -185,6 +187,15 @@ class Loader:
         self.batches, self._states = batches, states
         self._counts: dict[int, dict[str, int]] = {}
         self._padding_row: Batch | None = None
+
+    def _check_rows(self) -> None:
+        """Raises ValueError on all hosts if some of them have no rows."""
+        if self._batch_size < self._num_hosts:
+            raise ValueError(
+                f"Every process returns an equal part of each global batch, but there are {self._num_hosts} processes for "
+                f"batch_size={self._batch_size}: use at least as many rows; or, where processes share rows or each trains alone, "
+                "let the loader follow the layout (`training.follow_layout`)."
+            )
 
     def _collect(self) -> None:
         """Waits until every shard of this host has its next batch; batches that have arrived are kept if the wait is
@@ -266,6 +277,12 @@ class Loader:
                 f"The shards of the data state are at different batches {sorted(batches)}: use the states of one step."
             )
         return batches.pop(), {s: state[str(s)]["iterator"] for s in self.shards}
+
+
+def _num_processes() -> int:
+    import jax
+
+    return jax.process_count()
 
 
 def _equal_share(batch_size: int) -> np.ndarray:

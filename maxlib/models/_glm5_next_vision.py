@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.models._layers import PreNorm
-from maxlib.models._qwen_vision import PATCHES, video_patches
-from maxlib.models._vision import IMAGE, PatchEncoder, PatchSizes
+from maxlib.models._vision import IMAGE, PATCHES, PatchEncoder, PatchSizes, video_patches
 from maxlib.nn.vision import exact_gelu
 from maxlib.weights import Field, Fields, Table, Weight, fields, names
 

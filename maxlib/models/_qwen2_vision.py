@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models._layers import PreNorm
-from maxlib.models._qwen_vision import PATCHES, PLACEHOLDERS, Merger, video_patches
-from maxlib.models._vision import IMAGE, WINDOW, PatchEncoder, PatchSizes
+from maxlib.models._qwen_vision import Merger
+from maxlib.models._vision import IMAGE, PATCHES, PLACEHOLDERS, WINDOW, PatchEncoder, PatchSizes, video_patches
 from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
 
 

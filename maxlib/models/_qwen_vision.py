@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models._sizes import AttentionSizes
-from maxlib.models._vision import PatchEncoder, PatchSizes
+from maxlib.models._vision import PATCHES, PLACEHOLDERS, PatchEncoder, PatchSizes, video_patches
 from maxlib.models._vision import inputs as inputs
 from maxlib.nn.remat import Policy
 from maxlib.nn.vision import exact_gelu
@@ -112,13 +112,6 @@ class Merger(nnx.Module):
         return self.down(exact_gelu(self.up(x)))
 
 
-def video_patches(cfg: PatchSizes, *, bias: bool, rngs: nnx.Rngs) -> nn.Einsum:
-    """Makes the projection of patches of several frames, which files have as a convolution."""
-    shape = (cfg.dim, 3, cfg.frames, cfg.patch_size, cfg.patch_size)
-    axes = ("embed", "channel", "frame", "patch_row", "patch_column")
-    return nn.Einsum("...CFab,DCFab->...D", shape, axes, bias=bias, rngs=rngs)
-
-
 class QwenVision(PatchEncoder):
     """Image encoder: learned positions on a grid that is resized for each image, and rotation by row and column.
 
@@ -173,21 +166,6 @@ class QwenVision(PatchEncoder):
         return row(y) * (1 - down) + row(y + 1) * down
 
 
-# Fields of the encoders of Qwen's models, in `vision_config` ...
-PATCHES = (
-    Field("num_layers", "depth"),
-    Field("num_heads"),
-    Field("patch_size"),
-    Field("frames", "temporal_patch_size"),
-    Field("merge", "spatial_merge_size"),
-)
-# ... and beside it.
-PLACEHOLDERS = (
-    Field("image_token", "image_token_id"),
-    Field("video_token", "video_token_id"),
-    Field("start_token", "vision_start_token_id"),
-    Field("end_token", "vision_end_token_id"),
-)
 FIELDS = Fields(
     Vision,
     [

@@ -15,8 +15,24 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops
 from maxlib.nn.remat import Policy
 from maxlib.sharding import constrain
+from maxlib.weights import Field
 
 IMAGE, WINDOW = ops.Full(), ops.BidirectionalBlocks()  # what a patch attends to: all of its image, or a window of it
+# Fields of the encoders of Qwen's models, in `vision_config` ...
+PATCHES = (
+    Field("num_layers", "depth"),
+    Field("num_heads"),
+    Field("patch_size"),
+    Field("frames", "temporal_patch_size"),
+    Field("merge", "spatial_merge_size"),
+)
+# ... and beside it.
+PLACEHOLDERS = (
+    Field("image_token", "image_token_id"),
+    Field("video_token", "video_token_id"),
+    Field("start_token", "vision_start_token_id"),
+    Field("end_token", "vision_end_token_id"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,3 +244,10 @@ def by_window(at: nn.vision.PatchPositions, side: int) -> tuple[Int[Array, "R P"
 def reordered(x: Any, order: Int[Array, "R P"]) -> Any:
     """Puts patches, `R P` or `R P C`, in another order."""
     return jnp.take_along_axis(x, order if x.ndim == 2 else order[:, :, None], axis=1)
+
+
+def video_patches(cfg: PatchSizes, *, bias: bool, rngs: nnx.Rngs) -> nn.Einsum:
+    """Makes the projection of patches of several frames, which files have as a convolution."""
+    shape = (cfg.dim, 3, cfg.frames, cfg.patch_size, cfg.patch_size)
+    axes = ("embed", "channel", "frame", "patch_row", "patch_column")
+    return nn.Einsum("...CFab,DCFab->...D", shape, axes, bias=bias, rngs=rngs)

@@ -29,7 +29,7 @@ class Config(WindowSizes):
     mlp_dim: int
     rope: Rope  # of the global layers
     local_rope: Rope
-    window: int  # of the local layers
+    window: int = 4096  # of the local layers
     query_scalar: int = 256  # scores are divided by its square root
     tied: bool = True
     attention_bias: bool = False
@@ -137,7 +137,6 @@ TEXT = Fields(
         "num_heads": 8,
         "num_kv_heads": 4,
         "head_dim": 256,
-        "window": 4096,
     },
 )
 FIELDS = Multimodal(TEXT, {"vision": vision.FIELDS}, model_types={"gemma3": "Gemma3ForConditionalGeneration"})

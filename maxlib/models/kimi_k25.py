@@ -14,8 +14,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import deepseek
-from maxlib.models._qwen_vision import PLACEHOLDERS
-from maxlib.models._vision import PatchEncoder, PatchReader, RowByRow
+from maxlib.models._vision import PLACEHOLDERS, PatchEncoder, PatchReader, RowByRow
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, Multimodal, Renamed, Table, Weight, fields, names

@@ -132,14 +132,24 @@ def expected_goodput(cluster: Cluster, interval: float) -> float:
     return interval / cluster.straggling / (mean * restart * math.expm1((interval + tier.save) / mean))
 
 
-def simulate_goodput(cluster: Cluster, intervals: Sequence[float], *, days: float = 30.0, seed: int = 0) -> Goodput:
-    """Simulates a run with random failures.
+def simulate_goodput(
+    cluster: Cluster,
+    intervals: Sequence[float],
+    *,
+    days: float = 30.0,
+    seed: int = 0,
+    failures: Sequence[float] | None = None,
+) -> Goodput:
+    """Simulates a run with random failures, or with those of a log.
 
     Args:
         cluster: The hosts, their failures and what they cost.
         intervals: Seconds of training between saves, one for each tier; infinity for a tier that is not used.
         days: Wall time to simulate.
         seed: Seed of the failures.
+        failures: Seconds from the start of the run to each failure, rising, such as those of a log of incidents. The
+            default draws them independently of each other with the cluster's mean. They matter where restarts take
+            a large part of the time: random failures often hit a restart, where they cost less.
 
     Raises:
         ValueError: when there is not a positive interval for each tier.
@@ -147,27 +157,32 @@ def simulate_goodput(cluster: Cluster, intervals: Sequence[float], *, days: floa
     if len(intervals) != len(cluster.tiers) or not all(interval > 0 for interval in intervals):
         raise ValueError(f"there must be a positive interval for each of {len(cluster.tiers)} tiers, got {intervals}")
     random, end, mean = np.random.default_rng(seed), 86_400 * days, cluster.mean_time_between_failures
+    logged = None if failures is None else iter(failures)
     now = trained = saving = lost = restarting = 0.0  # seconds
     saved = [0.0] * len(intervals)  # seconds of training that each tier has
-    failure, failures = random.exponential(mean), 0
+
+    def failure_after(last: float) -> float:
+        return last + random.exponential(mean) if logged is None else next(logged, math.inf)
+
+    failure, count = failure_after(0.0), 0
 
     def fail() -> None:
         """Goes back to the newest checkpoint that is left, and draws the next failure."""
-        nonlocal now, trained, lost, restarting, failure, failures
+        nonlocal now, trained, lost, restarting, failure, count
         left = random.random()
         n = max((i for i, tier in enumerate(cluster.tiers) if left < tier.survives), key=lambda i: saved[i])
         lost += trained - saved[n]
         trained = saved[n]
         saved[:] = [min(seconds, trained) for seconds in saved]
-        failures += 1
+        count += 1
         begin = failure
         while True:  # another failure during the restart begins it anew
-            failure = begin + random.exponential(mean)
+            failure = failure_after(begin)
             needed = cluster.restart + cluster.tiers[n].restore
             if failure >= begin + needed:
                 restarting, now = restarting + needed, begin + needed
                 return
-            restarting, begin, failures = restarting + failure - begin, failure, failures + 1
+            restarting, begin, count = restarting + failure - begin, failure, count + 1
 
     while now < end:
         due = [seconds + interval for seconds, interval in zip(saved, intervals, strict=True)]
@@ -188,4 +203,4 @@ def simulate_goodput(cluster: Cluster, intervals: Sequence[float], *, days: floa
         saving, now, saved[n] = saving + cluster.tiers[n].save, now + cluster.tiers[n].save, trained
     useful = trained / cluster.straggling
     shares = [seconds / now for seconds in (useful, lost, saving, restarting, trained - useful)]
-    return Goodput(now / 86_400, failures, *shares)
+    return Goodput(now / 86_400, count, *shares)

@@ -211,7 +211,7 @@ def _modules(directory: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def _read_pooling(path: Path) -> str:
+def _read_pooling(path: Path) -> Any:
     """Reads the pooling; older files have a switch for each mode."""
     config = read_json_object(path)
     modes = config.get("pooling_mode")

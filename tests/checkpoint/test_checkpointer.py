@@ -110,7 +110,7 @@ def test_a_save_survives_donation(tmp_path):
     np.testing.assert_array_equal(got["host"], np.arange(10.0))
 
 
-@pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P()], ids=str)
+@pytest.mark.parametrize("spec", [P(None, ("x", "y")), pytest.param(P(), marks=pytest.mark.full)], ids=str)
 def test_onto_another_mesh(tmp_path, spec):
     want = jax.random.normal(jax.random.key(0), (16, 8))
     key = jax.random.key(3)

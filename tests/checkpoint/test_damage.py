@@ -152,7 +152,7 @@ def check_damage(run: Path, rounds: int, seed: int) -> None:
 
 
 def test_any_damage_to_any_file(run):
-    check_damage(run, rounds=10, seed=0)
+    check_damage(run, rounds=5, seed=0)
 
 
 @pytest.mark.full

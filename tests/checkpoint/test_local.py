@@ -51,8 +51,11 @@ def test_any_mesh_reads_what_was_saved(tmp_path):
         assert (local.steps(), local.verify(4)) == ([4], [])
     transposed = NamedSharding(params["w"].sharding.mesh, P("b", "a"))
     like = params | {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=transposed)}
-    with Local(tmp_path) as local:
+    with Local(tmp_path, every=10) as local:
         restored = local.restore(like={"params": like})
+        assert local.should_save(5)  # copies may be lost
+        local.save(5, {"params": restored["params"]})
+        assert not local.should_save(6) and local.should_save(10)
         with pytest.raises(ValueError, match="it lacks"):
             local.restore(like={"params": like | {"other": np.zeros(3)}})
     assert restored["meta"]["step"] == 4 and restored["params"]["w"].sharding == transposed
@@ -145,7 +148,7 @@ def run(directory: Path, *, until: int | None = None) -> tuple[int, list[int], s
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_a_killed_process_and_its_disk_cost_at_most_one_local_interval(tmp_path):
-    """`MAXLIB_KILLS=50` repeats it fifty times."""
+    """`MAXLIB_KILLS=50` and `-o faulthandler_timeout=3600` repeat it fifty times."""
     untouched, killed = tmp_path / "untouched", tmp_path / "killed"
     untouched.mkdir()
     killed.mkdir()

@@ -170,6 +170,17 @@ def test_a_loader_follows_before_its_first_batch(monkeypatch):
     assert list(early.get_state()) == ["3", "4", "5"]
 
 
+def test_fewer_rows_than_hosts_is_said_on_all_hosts(monkeypatch):
+    for host in range(3):
+        with process(host, 3):
+            alone = data.Loader(partial(shard_rows, docs=shuffled()), batch_size=2, num_shards=1)
+        with pytest.raises(ValueError, match="3 processes for batch_size=2: use at least as many rows"):
+            next(alone)
+    monkeypatch.setattr(_loader, "_rows_of_process", lambda *_: (np.arange(2),) * 2)
+    alone.follow(None)  # as replicas that train alone do
+    assert len(next(alone)["tokens"]) == 2
+
+
 def test_hosts_that_do_not_divide_the_shards_share_them():
     """Every host hands out its own rows of the shards it reads with others, as many as any other, all to the same end;
     each shard is counted once.

@@ -1,7 +1,7 @@
 """Injects faults into a training run of several processes, under the recommended launcher, and compares its end with an
 undisturbed run.
 
-`nox -s chaos` or `python -m tests.training.chaos --faults 60 --gap 20 --processes 4 --draw docs/chaos.png`. Nothing
+`nox -s chaos` or `python -m tests.training.chaos --faults 60 --period 30 --processes 4 --draw docs/chaos.png`. Nothing
 that was finished may be lost, the final parameters, moments and places in the data must be those of the untouched run,
 bit for bit, and a fault that stops the run must be said within a minute.
 """
@@ -24,9 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
-from maxlib import checkpoint, observability, plan
+from maxlib import checkpoint, plan
 from maxlib.distributed._launcher import furthest
 from maxlib.observability import read_jsonl
 from tests.training import chaotic
@@ -255,7 +255,7 @@ class Result:
     progress: list[tuple[float, int]]
     wall: float
     pace: tuple[float, float]  # median seconds of a step: untouched, and between faults
-    goodput: tuple[float, float]  # share of the time in steps that were kept: measured, and simulated by `maxlib.plan`
+    goodput: tuple[float, float] | None  # of `goodputs`; None for a few faults
 
     def __str__(self) -> str:
         rows = [f"{'fault':14}{'times':>6}{'restarts':>9}{'seconds lost, median':>22}{'most':>8}"]
@@ -272,73 +272,98 @@ class Result:
         rows.append(
             f"{100 * steps / (steps + again):.1f} % of the steps were useful: {again} of {steps} were done again"
         )
-        measured, simulated = self.goodput
-        rows.append(f"goodput {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
+        if self.goodput is not None:
+            measured, simulated = self.goodput
+            rows.append(f"goodput around every other fault {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
         return "\n".join(rows)
 
 
 def chaos(
-    directory: Path, names: list[str], *, processes: int, gap: float, pause: float = 0.05, seed: int = 0
+    directory: Path, names: list[str], *, processes: int, period: float, pause: float = 0.05, seed: int = 0
 ) -> Result:
-    """Injects the faults into a run, `gap` seconds apart.
+    """Injects the faults into a run, one every `period` seconds, or later while the run is still getting over the last.
 
     Raises AssertionError if the run ends differently from the undisturbed one.
     """
     rng, progress, faults, begin = random.Random(seed), [], [], time.monotonic()
     with running(Run(directory / "chaos", processes, pause)) as run:
         wait_for(run.notes, 60, run, "the first start")
-        for name in names:
+        for number, name in enumerate(names, 1):
             reached = run.step
             wait_for(lambda reached=reached: run.step > reached and len(steps(run.directory)) > 1, 240, run, "a save")
-            until = time.monotonic() + gap
-            while time.monotonic() < until:
+            while time.monotonic() < begin + number * period:
                 progress.append((time.monotonic() - begin, run.step))
                 time.sleep(0.2)
             faults.append(throw(run, name, rng, begin))
             progress.append((time.monotonic() - begin, run.step))
         last = end_after(run.directory, run.step + chaotic.CHUNK)
         assert run.wait(240) == 0, run.text()[-5000:]
+        said = [(at - begin, line) for at, line in run.said]
     wall = time.monotonic() - begin
+    record = {"faults": [dataclasses.asdict(fault) for fault in faults], "progress": progress, "said": said}
+    (directory / "record.json").write_text(json.dumps(record))
     end_after(directory / "untouched", last)
     with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
         assert untouched.wait(1800) == 0, untouched.text()[-5000:]
     pace = compare(directory / "chaos", directory / "untouched", processes, last)
-    goodput = goodputs(directory / "chaos", faults, progress, pace[1])
+    goodput = goodputs(directory / "chaos", faults, progress) if len(faults) > 2 * len(FAULTS) else None
     return Result(faults, progress, wall, pace, goodput)
 
 
-def goodputs(
-    directory: Path, faults: list[Fault], progress: list[tuple[float, int]], pace: float
-) -> tuple[float, float]:
-    """Returns the share of the time in steps that were kept, and what `plan.simulate_goodput` says it should be.
+@dataclasses.dataclass(frozen=True)
+class Cycle:
+    """The time from the end of one fault to the end of the next, `fault`, in seconds, and the steps kept in it."""
 
-    The simulation gets the rate of the faults that stopped the run, the mean seconds of a restart and of a save, and by
-    how much the mean step takes longer than the median one.
+    fault: Fault
+    begin: float
+    steps: range
+
+    @property
+    def seconds(self) -> float:
+        return self.fault.at + self.fault.lost - self.begin
+
+
+def goodputs(directory: Path, faults: list[Fault], progress: list[tuple[float, int]]) -> tuple[float, float]:
+    """Returns the share of the time in steps that were kept around every other fault of each kind, and
+    what `plan.simulate_goodput` says it should be from measurements around the others.
+
+    Measured are, there: how long each kind of fault stops the run (to notice it, to start processes that share the
+    machine's cores, to compile and to restore), and the seconds of a step while the run goes on, with waits for saves
+    and with the faults that do not stop it. When faults came, and of which kind, is that of the run.
     """
-    stops = [fault for fault in faults if fault.restarted]
-    (begin, first), (end, last) = progress[0], progress[-1]
-    if not stops or pace <= 0:
-        return 0.0, 0.0
-    spent = observability.goodput(directory)
-    startup, compiling, restoring, saving = (
-        spent.seconds.get(name, 0.0) / spent.sessions for name in ("startup", "compile", "restore", "save")
-    )
-    again = sum(fault.again for fault in stops) * pace
-    warming = max(0.0, spent.seconds.get("redone", 0.0) - again) / spent.sessions  # the first steps take longer
-    trained = spent.seconds["step"] + spent.seconds["callbacks"]  # callbacks sleep
-    noticing = sum(fault.noticed for fault in stops) / len(stops)
-    saves = (last - first) / chaotic.NEAR / spent.sessions  # of a session
-    straggling = max(1.0, trained / ((last - first) * pace))
-    tier = plan.Tier(save=saving / max(saves, 1.0), restore=restoring)
+    begin, first = progress[0]
+    known, others = [], []
+    for number, fault in enumerate(faults):
+        at, step = next(point for point in progress if point[0] >= fault.at + fault.lost)
+        before = sum(other.name == fault.name for other in faults[:number])
+        (others if before % 2 else known).append(Cycle(fault, begin, range(first + 1, step + 1)))
+        begin, first = at, step
+    seconds = {row["step"]: row["seconds"] for row in read_jsonl(directory / "metrics.jsonl") if "seconds" in row}
+    pace = median(seconds[step] for cycle in known + others for step in cycle.steps if step in seconds)
+    stops = [cycle.fault for cycle in known if cycle.fault.restarted]
+    kept = sum(len(cycle.steps) for cycle in known)
+    running = (sum(cycle.seconds for cycle in known) - sum(fault.lost for fault in stops)) / (kept - len(stops))
+    cost = {fault.name: [] for fault in faults}
+    for fault in stops:
+        cost[fault.name].append(fault.lost - (fault.again + 1) * running)
+    usual = mean(seconds for costs in cost.values() for seconds in costs)
+    now, failures, restarts, far = 0.0, [], [], 0
+    for cycle in others:
+        if cycle.fault.restarted:
+            failures.append(now + cycle.fault.at - cycle.begin)
+            restarts.append(mean(cost[cycle.fault.name] or [usual]))
+            far += cycle.fault.name in ("truncated", "flipped")  # no near checkpoint is left
+        now += cycle.seconds
     cluster = plan.Cluster(
         hosts=1,
-        hours_between_failures=(end - begin) / len(stops) / 3600,
-        restart=noticing + startup + compiling + warming,
-        tiers=[tier],
-        straggling=straggling,
+        hours_between_failures=now / len(failures) / 3600,
+        restart=mean(restarts),
+        tiers=[plan.Tier(save=0, restore=0, survives=1 - far / len(failures)), plan.Tier(save=0, restore=0)],
+        straggling=running / pace,
     )
-    simulated = plan.simulate_goodput(cluster, [chaotic.NEAR * pace * straggling], days=1.0)
-    return (last - first) * pace / (end - begin), simulated.useful
+    intervals = [chaotic.NEAR * running, 2 * chaotic.EVERY * running]  # the newest far checkpoint is damaged
+    simulated = plan.simulate_goodput(cluster, intervals, days=now / 86_400, failures=failures)
+    return sum(len(cycle.steps) for cycle in others) * pace / now, simulated.useful
 
 
 @contextlib.contextmanager
@@ -379,7 +404,7 @@ def draw(result: Result, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(12, 5))
     axes.plot(*zip(*result.progress, strict=True), color="#222222", linewidth=1.5)
-    colors = dict(zip(FAULTS, plt.colormaps["tab10"].colors, strict=True))
+    colors = dict(zip(FAULTS, plt.colormaps["tab20"].colors, strict=False))
     for fault in result.faults:
         axes.axvspan(fault.at, fault.at + fault.lost, color=colors[fault.name], alpha=0.35, linewidth=0)
     for name in dict.fromkeys(fault.name for fault in result.faults):
@@ -401,7 +426,7 @@ def choose(count: int, processes: int, rng: random.Random) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
-    parser.add_argument("--gap", type=float, default=20.0, help="seconds of training between one and the next")
+    parser.add_argument("--period", type=float, default=30.0, help="seconds from one to the next")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="default: a temporary one, which stays only after an error")
@@ -409,7 +434,7 @@ def main() -> None:
     args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp(prefix="maxlib-chaos-"))
     names = choose(args.faults, args.processes, random.Random(args.seed))
-    result = chaos(directory, names, processes=args.processes, gap=args.gap, seed=args.seed)
+    result = chaos(directory, names, processes=args.processes, period=args.period, seed=args.seed)
     print(result)
     if args.draw:
         draw(result, args.draw)

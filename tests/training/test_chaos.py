@@ -11,14 +11,14 @@ from tests.training import chaos
 def test_faults_of_one_process(tmp_path, monkeypatch, faults):
     """A kill and a flipped bit in the newest step; a disk that is full for a while, a clock that jumps."""
     monkeypatch.setattr(chaos, "BRIEF", 1.0)
-    result = chaos.chaos(tmp_path, faults, processes=1, gap=0.0, pause=0.02)
+    result = chaos.chaos(tmp_path, faults, processes=1, period=0.0, pause=0.02)
     assert [fault.restarted for fault in result.faults] == [name in chaos.FATAL for name in faults]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_each_fault_of_two_processes(tmp_path):
-    result = chaos.chaos(tmp_path, list(chaos.FAULTS), processes=2, gap=1.0)
+    result = chaos.chaos(tmp_path, list(chaos.FAULTS), processes=2, period=1.0)
     assert {fault.name for fault in result.faults if fault.restarted} >= chaos.FATAL
 
 

@@ -30,7 +30,7 @@ def model():
     return jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))()
 
 
-FORMATS = ["int4", "int8", "fp8", "int8_w8a8"]
+FORMATS = ["int4", "int8_w8a8", *(pytest.param(name, marks=pytest.mark.full) for name in ("int8", "fp8"))]
 
 
 @pytest.fixture(scope="module", params=FORMATS)

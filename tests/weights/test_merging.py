@@ -46,7 +46,9 @@ def test_slerp_is_the_formula_for_each_matrix_alone(models):
         np.testing.assert_allclose(merged[path], near * a + far * b, atol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize(("density", "majority"), [(0.3, "total"), (1.0, "frequency")])
+@pytest.mark.parametrize(
+    ("density", "majority"), [(0.3, "total"), pytest.param(1.0, "frequency", marks=pytest.mark.full)]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_ties_is_that_of_peft(models, density, majority):
     base = make(7)
