@@ -1,5 +1,6 @@
 """How files spell Qwen3.8-Flash-Next: fields of config.json, and names of weights."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from maxlib import nn
@@ -8,6 +9,34 @@ from maxlib.models._sizes import delta_net_names, every
 from maxlib.weights import Computed, Constant, Field, HFConfig, Ignore, Renamed, Table, Weight, names
 
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSizes:
+    """Sizes of the streams, of what chooses keys, and of the embeddings of hashed n-grams."""
+
+    streams: int = 4
+    stream_rank: int = 320
+    index_heads: int
+    index_dim: int
+    index_top: int  # keys of the blocks that a query attends to
+    block: int
+    ngram_layers: tuple[int, ...] = ()  # LINEAR layers with embeddings of n-grams, counted from 1
+    ngram_dim: int
+    ngram_conv: int = 4
+    ngram_size: int = 3
+    ngram_heads: int = 8  # of each number of ids, from 2 to ngram_size
+    ngram_base: int = 20_000_000  # least number of rows of a head
+    ngram_multiple: int = 128  # the table has a multiple of so many rows
+    ngram_seed: int = 1234
+    ngram_parts: int = 512  # tensors that a table has in files
+    end_token: int | None = None
+
+
+def check_ngrams(cfg: StreamSizes) -> None:
+    """Raises ValueError for n-grams without the id that ends a text."""
+    if cfg.ngram_layers and cfg.end_token is None:
+        raise ValueError("end_token (eos_token_id) must be an id, where ngram_layers (ple_layer_ids) has layers")
 
 
 def usual_types(num_layers: int) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ SECTIONS = (11, 11, 10)  # rotated pairs of a head that M-RoPE turns by time, by
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes, DeltaSizes):
+class Config(AttentionSizes, DeltaSizes, files.StreamSizes):
     """Sizes of a Qwen3.8-Flash-Next; `PRESETS` has the published one."""
 
     layer_types: tuple[str, ...] | None = None  # LINEAR or INDEXED for each layer; None: every fourth is INDEXED
@@ -38,22 +38,6 @@ class Config(AttentionSizes, DeltaSizes):
     num_experts: int
     top_k: int
     renormalize: ClassVar[bool] = True
-    streams: int = 4
-    stream_rank: int = 320
-    index_heads: int
-    index_dim: int
-    index_top: int  # keys of the blocks that a query attends to
-    block: int
-    ngram_layers: tuple[int, ...] = ()  # LINEAR layers with embeddings of n-grams, counted from 1
-    ngram_dim: int
-    ngram_conv: int = 4
-    ngram_size: int = 3
-    ngram_heads: int = 8  # of each number of ids, from 2 to ngram_size
-    ngram_base: int = 20_000_000  # least number of rows of a head
-    ngram_multiple: int = 128  # the table has a multiple of so many rows
-    ngram_seed: int = 1234
-    ngram_parts: int = 512  # tensors that a table has in files
-    end_token: int | None = None
     losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
@@ -61,8 +45,7 @@ class Config(AttentionSizes, DeltaSizes):
         fields.check_layer_types(self)
         if self.linear_gate not in ("silu", "sigmoid"):
             raise ValueError(f"linear_gate (output_gate_type) must be silu or sigmoid, got {self.linear_gate!r}")
-        if self.ngram_layers and self.end_token is None:
-            raise ValueError("end_token (eos_token_id) must be an id, where ngram_layers (ple_layer_ids) has layers")
+        files.check_ngrams(self)
 
     @property
     def kinds(self) -> list[tuple[str, int | None]]:
@@ -70,11 +53,6 @@ class Config(AttentionSizes, DeltaSizes):
         types, numbers = self.layer_types or files.usual_types(self.num_layers), sorted(self.ngram_layers)
         tables = [numbers.index(i + 1) if i + 1 in numbers else None for i in range(self.num_layers)]
         return list(zip(types, tables, strict=True))
-
-    @property
-    def rotary(self) -> Rope | ops.MRope:
-        """The rotation: a vision model has three positions per token (M-RoPE), a text model has one."""
-        return self.rope if self.vision is None else ops.MRope(self.rope, self.sections)
 
 
 class Block(nn.Layer):
@@ -105,6 +83,11 @@ class Block(nn.Layer):
         """Returns the mixer's empty cache, after that of n-grams if there are any."""
         of_mixer = (self.attn or self.delta).init_cache(batch, capacity, dtype)
         return of_mixer if self.ngrams is None else (self.ngrams.init_cache(batch, capacity, dtype), of_mixer)
+
+
+def _rotary(cfg: Config) -> Rope | ops.MRope:
+    # A vision model has three positions per token (M-RoPE), a text model has one.
+    return cfg.rope if cfg.vision is None else ops.MRope(cfg.rope, cfg.sections)
 
 
 def _streams(cfg: Config, *, writes: bool = True, rngs: nnx.Rngs) -> nn.GatedResidual:
@@ -141,7 +124,7 @@ def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.BlockSparseAttention:
         num_heads=cfg.num_heads,
         num_kv_heads=cfg.num_kv_heads,
         head_dim=cfg.head_dim,
-        rope=cfg.rotary,
+        rope=_rotary(cfg),
         q_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
         k_norm=nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, plus_one=True),
         out_gate_act=jax.nn.sigmoid,
