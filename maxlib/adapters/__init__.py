@@ -9,6 +9,7 @@ from maxlib.adapters._apply import base_model as base_model
 from maxlib.adapters._apply import freeze as freeze
 from maxlib.adapters._apply import merge as merge
 from maxlib.adapters._apply import trainable as trainable
+from maxlib.adapters._peft_config import lora_dropout as lora_dropout
 from maxlib.adapters._peft_load import load as load
 from maxlib.adapters._peft_save import save as save
 from maxlib.adapters._report import Report as Report

@@ -86,6 +86,19 @@ def read(directory: Path) -> Config:
     return Config(fields, path)
 
 
+def lora_dropout(directory: str | Path) -> float:
+    """Returns the `lora_dropout` of a PEFT directory, for `make_train_step(..., dropout={"lora_input": rate})`.
+
+    Raises:
+        ValueError: when it is not in `[0, 1)`, and as `load` does.
+    """
+    config = read(Path(directory))
+    rate = config.fields.get("lora_dropout") or 0.0
+    if type(rate) not in (int, float) or not 0 <= rate < 1:
+        raise ValueError(f"{config.where}: lora_dropout must be at least 0 and below 1, got {rate!r:.40}")
+    return float(rate)
+
+
 def _is_rank(x):
     return type(x) is int and 1 <= x <= 1 << 20
 
@@ -133,6 +146,7 @@ def make(
     tied: bool,
     dora: bool,
     rslora: bool,
+    dropout: float,
     base: str | None,
     task_type: str,
 ) -> dict[str, Any]:
@@ -147,6 +161,7 @@ def make(
         tied: True if one table is saved as the embedding and as the head.
         dora: `use_dora`.
         rslora: `use_rslora`.
+        dropout: `lora_dropout`.
         base: Name of the base model.
         task_type: PEFT's name of what the model is for.
     """
@@ -173,7 +188,7 @@ def make(
         "ensure_weight_tying": tied,
         "inference_mode": True,
         "lora_alpha": _alpha(rank, scale, rslora=rslora),
-        "lora_dropout": 0.0,
+        "lora_dropout": dropout,
         "modules_to_save": [*saved] or None,
         "peft_type": "LORA",
         "peft_version": "0.19.1",  # the first one that reads experts as they are written

@@ -54,7 +54,7 @@ def load(
 ) -> Model:
     """Reads a PEFT directory and adds its adapters to `model`.
 
-    The tensors determine what is adapted. Dropout is ignored, as in inference.
+    The tensors determine what is adapted. Dropout is ignored, as in inference (`lora_dropout`).
 
         adapters.save(tuned, "lora", base="org/name")
         again = adapters.load(model, "lora")

@@ -40,6 +40,7 @@ def save(
     *,
     base: str | None = None,
     experts: Literal["each", "fused"] | None = None,
+    dropout: float = 0.0,
     overwrite: bool = False,
 ) -> tuple[str, ...]:
     """Writes the adapters of `model` atomically as a PEFT directory, on one host.
@@ -56,6 +57,7 @@ def save(
         base: Name or directory of the base model, recorded as `base_model_name_or_path`.
         experts: "each" writes a module per expert, "fused" the parameters of transformers 5; None follows the published
             files of the family, where PEFT reads such adapters completely.
+        dropout: Rate with which PEFT drops inputs of adapters if it trains them on, recorded as `lora_dropout`.
         overwrite: True replaces an existing directory.
 
     Returns:
@@ -101,6 +103,7 @@ def save(
         dora=dora,
         # PEFT doubles rank and alpha of gate and up when it joins them, which changes the scale with rsLoRA.
         rslora=not each and all(level.rslora for _, site in adapted(model) for level in levels(site)),
+        dropout=dropout,
         base=base,
         task_type=_task_type(model),
     )

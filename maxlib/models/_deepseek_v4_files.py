@@ -131,6 +131,7 @@ def table(cfg: Any) -> Table:
         *[Weight(f"ffn.shared_experts.{w}.weight", f"moe.shared.{part}.w") for part, w in experts.items()],
     ]
     release = [Renamed(f"layers.{i}.attn.kv_norm.", f"model.layers.{i}.attn.norm.") for i in range(cfg.num_layers)]
+    release += [Renamed(f"mtp.{i}.attn.kv_norm.", f"mtp.{i}.attn.norm.") for i in range(cfg.num_mtp)]
     release += [Renamed("layers.", "model.layers."), Renamed("embed.", "model.embed_tokens.")]
     release += [Renamed("norm.", "model.norm."), Renamed("hc_head_", "model.hc_head.hc_")]
     embed, path = "model.embed_tokens.weight", "layers.{i}.moe.router.table"
@@ -143,7 +144,23 @@ def table(cfg: Any) -> Table:
         Weight("model.norm.weight", "norm.scale"),
         Weight("head.weight", "head.w"),
         Copy("head.weight", of=embed),
-        Ignore("mtp.*"),
+        *_modules(layer, cfg, embed),
+    ]
+
+
+def _modules(layer: list[Weight], cfg: Any, embed: str) -> Table:
+    """Maps the names of the release of prediction modules, which have copies of the embedding and the head."""
+    if not cfg.num_mtp:
+        return [Ignore("mtp.*")]
+    projections = {"e_proj": "embed_project.w", "h_proj": "hidden_project.w"}
+    norms = {"enorm": "embed_norm.scale", "hnorm": "hidden_norm.scale", "norm": "norm.scale"}
+    module = [Weight(f"{name}.weight", path) for name, path in (projections | norms).items()]
+    return [
+        *names.under(layer, "mtp.{i}", "mtp.{i}.block"),
+        *names.under([*module, *_connections("hc_head", "streams")], "mtp.{i}", "mtp.{i}"),
+        *[Copy(f"mtp.{i}.emb.tok_emb.weight", of=embed) for i in range(cfg.num_mtp)],
+        *[Copy(f"mtp.{i}.head.weight", of="head.weight") for i in range(cfg.num_mtp)],
+        *[Ignore(f"mtp.{i}.*") for i in range(cfg.num_mtp, cfg.stored_mtp)],
     ]
 
 

@@ -153,13 +153,18 @@ class PreNorm(nn.Layer):
 
 
 class CrossPreNorm(PreNorm):
-    """`PreNorm` with a branch of `cross`, attention to an encoder's output, after `attn`; it reads `cross_norm(x)`."""
+    """`PreNorm` with a branch of `cross`, attention to an encoder's output, after `attn`; it reads `cross_norm(x)`.
 
-    cross: nn.CrossAttention
-    cross_norm: Any
+    A layer without `cross` is a `PreNorm`.
+    """
+
+    cross: Any = None
+    cross_norm: Any = None
     cross_post_norm: nn.RMSNorm | None = None
 
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
+        if self.cross is None:
+            return super().__call__(x, ctx, cache)
         of_attn, of_cross = (None, None) if cache is None else cache
         h, of_attn = self.attn(self.attn_norm(x), ctx, of_attn)
         x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
@@ -337,7 +342,14 @@ def mamba2(
     )
 
 
-def delta_net(cfg: DeltaSizes, *, max_step: float = 1.0, norm_eps: float, rngs: nnx.Rngs) -> nn.GatedDeltaNet:
+def delta_net(
+    cfg: DeltaSizes,
+    *,
+    max_step: float = 1.0,
+    out_gate_act: Callable[[Array], Array] = jax.nn.silu,
+    norm_eps: float,
+    rngs: nnx.Rngs,
+) -> nn.GatedDeltaNet:
     """Makes gated DeltaNet with the sizes of `cfg`; the other arguments are those of `nn.GatedDeltaNet`."""
     return nn.GatedDeltaNet(
         cfg.dim,
@@ -347,6 +359,7 @@ def delta_net(cfg: DeltaSizes, *, max_step: float = 1.0, norm_eps: float, rngs: 
         value_dim=cfg.value_dim,
         conv_width=cfg.conv_width,
         max_step=max_step,
+        out_gate_act=out_gate_act,
         norm_eps=norm_eps,
         rngs=rngs,
     )

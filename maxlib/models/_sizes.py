@@ -233,6 +233,19 @@ def kimi_delta_attention(a_log: str, at: dict[str, int] | None = None) -> list[W
     return table
 
 
+def delta_net_names(cfg: DeltaSizes) -> list[Weight]:
+    """Lists the weights of gated DeltaNet with the names of Qwen3.5."""
+    keys, values = (cfg.num_key_heads, cfg.key_dim), (cfg.num_value_heads, cfg.value_dim)
+    return [
+        *names.queries_keys_values("linear_attn.in_proj_qkv.weight", "delta.{}.w", "D", keys=keys, values=values),
+        Weight("linear_attn.in_proj_z.weight", "delta.gate.w", "(N H) D -> N H D"),
+        Weight("linear_attn.in_proj_b.weight", "delta.b.w"),
+        Weight("linear_attn.in_proj_a.weight", "delta.a.w"),
+        *names.queries_keys_values(*names.CONV1D, keys=keys, values=values),
+        *names.LINEAR_ATTENTION,
+    ]
+
+
 # Fields of most decoders: those of `AttentionSizes` but the rope, and `mlp_dim`.
 DECODER = (*fields.DECODER, fields.MLP, *fields.ATTENTION)
 

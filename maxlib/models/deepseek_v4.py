@@ -1,5 +1,5 @@
 """DeepSeek V4 (DeepSeek-AI 2026): attention to a window and to compressed keys, a residual of four streams, experts
-that the first layers choose by the token's id.
+that the first layers choose by the token's id. Prediction modules are loaded only with `num_mtp=1`.
 """
 
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _deepseek_v4_files as files
 from maxlib.models._layers import TextDecoder
-from maxlib.models._sizes import SLIDING, Sizes
+from maxlib.models._sizes import SLIDING, MTPSizes, Sizes
 from maxlib.weights import Family, Field, Fields, fields
 
 SPARSE, HEAVY = files.SPARSE, files.HEAVY
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Sizes):
+class Config(Sizes, MTPSizes):
     """Sizes of a DeepSeek V4; `PRESETS` has the published ones."""
 
     head_dim: int  # H
@@ -121,6 +121,37 @@ def _experts(cfg: Config, *, hashed: bool, rngs: nnx.Rngs) -> nn.MoE:
     return nn.MoE(D, cfg.expert_dim, router=router, activation=act, shared=shared, losses=cfg.losses, rngs=rngs)
 
 
+class Module(nn.mtp.MTP):
+    """Predicts one token further: `norm(sum of streams of block(hidden_project(norm(streams)) + embed_project(...)))`.
+
+    What it reads and returns are vectors for the head, `B T D`, followed by the streams, as the model's output.
+    """
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        D = cfg.dim
+        self.embed_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.hidden_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+        self.embed_project = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), rngs=rngs)
+        self.hidden_project = nn.Einsum("...F,DF->...D", (D, D), ("embed", "mlp"), rngs=rngs)
+        self.block: Any = Block(cfg, SLIDING, hashed=False, rngs=rngs)
+        self.streams = nn.HyperHead(cfg.dim, streams=cfg.streams, eps=cfg.stream_eps, norm_eps=cfg.norm_eps, rngs=rngs)
+        self.norm = nn.RMSNorm(D, eps=cfg.norm_eps)
+
+    def __call__(
+        self, hidden: Float[Array, "B T F"], embedded: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None
+    ) -> tuple[Float[Array, "B T F"], Any, dict[str, Any]]:
+        """Returns the new `hidden`, the block's cache and its `aux`; see `nn.mtp.MTP`."""
+        B, T, D = embedded.shape
+        # [B, T, D + n * D] -> [B, T, n, D]
+        x = self.hidden_project(self.hidden_norm(hidden[..., D:].reshape(B, T, -1, D)))
+        x, cache, aux = self.block(x + self.embed_project(self.embed_norm(embedded))[:, :, None], ctx, cache)
+        return _with_streams(self.norm(self.streams(x)), x), cache, aux
+
+
+def _with_streams(hidden: Float[Array, "B T D"], x: Float[Array, "B T n D"]) -> Float[Array, "B T F"]:
+    return jnp.concatenate([hidden, x.reshape(*x.shape[:2], -1)], axis=-1)
+
+
 class DeepSeekV4(TextDecoder):
     """DeepSeek V4: a cache of a million tokens is about two percent of one with a key per token and eight heads."""
 
@@ -129,6 +160,7 @@ class DeepSeekV4(TextDecoder):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.streams = nn.HyperHead(cfg.dim, streams=cfg.streams, eps=cfg.stream_eps, norm_eps=cfg.norm_eps, rngs=rngs)
+        self.mtp = nnx.List([Module(cfg, rngs=rngs) for _ in range(cfg.num_mtp)])
 
     def enter(self, x: Float[Array, "B T D"], **inputs: Any) -> tuple[Float[Array, "B T n D"], nn.Context]:
         """Prepares the input of the first layer: as many copies of `x` as there are streams."""
@@ -138,9 +170,14 @@ class DeepSeekV4(TextDecoder):
     def layer_inputs(self, x: Float[Array, "B T n D"], ctx: nn.Context) -> None:
         """Returns None: text has no inputs of single layers."""
 
-    def leave(self, x: Float[Array, "B T n D"], ctx: nn.Context) -> Float[Array, "B T D"]:
-        """Returns the input of the head: the normed sum of the streams."""
-        return super().leave(self.streams(x), ctx)
+    def leave(self, x: Float[Array, "B T n D"], ctx: nn.Context) -> Float[Array, "B T F"]:
+        """Returns the input of the head, the normed sum of the streams; then the streams if there are `mtp` modules."""
+        hidden = super().leave(self.streams(x), ctx)
+        return _with_streams(hidden, x) if len(self.mtp) else hidden
+
+    def logits(self, hidden: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
+        """Returns the logits of the next token."""
+        return super().logits(hidden[..., : self.cfg.dim])
 
 
 FIELDS = Fields(
@@ -167,6 +204,7 @@ FIELDS = Fields(
         Field("streams", "hc_mult"),
         Field("sinkhorn_steps", "hc_sinkhorn_iters"),
         Field("stream_eps", "hc_eps"),
+        fields.mtp(absent=1),
     ],
     model_types={"deepseek_v4": "DeepseekV4ForCausalLM"},
     fixed={
@@ -179,8 +217,7 @@ FIELDS = Fields(
         "mlp_bias": False,
     },
     fixed_if_present={"topk_method": "noaux_tc"},
-    # Prediction modules are not built; whether experts are FP4 is seen from their tensors.
-    ignored=["num_nextn_predict_layers", "expert_dtype"],
+    ignored=["expert_dtype"],  # whether experts are FP4 is seen from their tensors
     absent={
         "vocab": 129_280, "num_layers": 43, "dim": 4096, "num_heads": 64, "head_dim": 512, "q_rank": 1024,
         "num_groups": 8, "group_rank": 1024, "index_heads": 64, "index_dim": 128, "index_top": 512,

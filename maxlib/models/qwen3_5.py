@@ -15,10 +15,10 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention, delta_net, gated_shared_experts
-from maxlib.models._sizes import AttentionSizes, DeltaSizes, MTPSizes, by_interval, every
+from maxlib.models._sizes import AttentionSizes, DeltaSizes, MTPSizes, by_interval, delta_net_names, every
 from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
-from maxlib.weights import Family, Fields, Ignore, Multimodal, Renamed, Table, Weight, fields, names
+from maxlib.weights import Family, Fields, Ignore, Multimodal, Renamed, Table, fields, names
 
 Vision = vision.Vision
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -171,21 +171,9 @@ FIELDS = Multimodal(
 )
 
 
-def _linear_attention(cfg: Config) -> list[Weight]:
-    keys, values = (cfg.num_key_heads, cfg.key_dim), (cfg.num_value_heads, cfg.value_dim)
-    return [
-        *names.queries_keys_values("linear_attn.in_proj_qkv.weight", "delta.{}.w", "D", keys=keys, values=values),
-        Weight("linear_attn.in_proj_z.weight", "delta.gate.w", "(N H) D -> N H D"),
-        Weight("linear_attn.in_proj_b.weight", "delta.b.w"),
-        Weight("linear_attn.in_proj_a.weight", "delta.a.w"),
-        *names.queries_keys_values(*names.CONV1D, keys=keys, values=values),
-        *names.LINEAR_ATTENTION,
-    ]
-
-
 def _table(cfg: Config) -> Table:
     # Entries for parts that a layer lacks (attention or DeltaNet, experts or an MLP) are ignored.
-    layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *_linear_attention(cfg)]
+    layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *delta_net_names(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
     ahead = names.qwen_mtp_table(layer, used=cfg.num_mtp)
     if cfg.vision is None:

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models._layers import CrossPreNorm, PreNorm, attention
-from maxlib.models._sizes import AttentionSizes
+from maxlib.models._layers import CrossPreNorm, attention
+from maxlib.models._sizes import AttentionSizes, causal
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Copy, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
@@ -53,37 +53,15 @@ class Config:
         return self.encoder.num_layers + self.decoder.num_layers
 
 
-class EncoderBlock(PreNorm):
-    """Gemma 2's layer, with norms before and after each branch; tokens attend to both sides."""
+class Block(CrossPreNorm):
+    """Gemma 2's layer, with norms before and after each branch; in the decoder with a third branch between the two."""
 
-    def __init__(self, side: Side, layer_type: str, *, rngs: nnx.Rngs):
+    def __init__(self, side: Side, mask: ops.Mask, source_dim: int | None = None, *, rngs: nnx.Rngs):
         self.attn_norm, self.attn_post_norm = _norm(side), _norm(side)
-        mask = ops.LocalWindow(side.window) if layer_type == SLIDING else ops.Full()
         self.attn = _attention(side, mask, rngs)
-        self.mlp_norm, self.mlp_post_norm = _norm(side), _norm(side)
-        self.mlp = nn.GatedMLP(side.dim, side.mlp_dim, act=jax.nn.gelu, rngs=rngs)
-
-
-class DecoderBlock(CrossPreNorm):
-    """Gemma 2's layer, with a third branch between the two."""
-
-    def __init__(self, side: Side, layer_type: str, source_dim: int, *, rngs: nnx.Rngs):
-        self.attn_norm, self.attn_post_norm = _norm(side), _norm(side)
-        mask = ops.Causal() & ops.SlidingWindow(side.window) if layer_type == SLIDING else ops.Causal()
-        self.attn = _attention(side, mask, rngs)
-        self.cross_norm, self.cross_post_norm = _norm(side), _norm(side)
-        self.cross = nn.CrossAttention(
-            side.dim,
-            num_heads=side.num_heads,
-            num_kv_heads=side.num_kv_heads,
-            head_dim=side.head_dim,
-            source_dim=source_dim,
-            bias=side.attention_bias,
-            out_bias=side.attention_bias,
-            scale=side.query_scalar**-0.5,
-            softcap=side.attention_softcap,
-            rngs=rngs,
-        )
+        if source_dim is not None:
+            self.cross_norm, self.cross_post_norm = _norm(side), _norm(side)
+            self.cross = _cross_attention(side, source_dim, rngs)
         self.mlp_norm, self.mlp_post_norm = _norm(side), _norm(side)
         self.mlp = nn.GatedMLP(side.dim, side.mlp_dim, act=jax.nn.gelu, rngs=rngs)
 
@@ -103,11 +81,18 @@ class T5Gemma(nn.Decoder):
         self.cfg, self.softcap = cfg, decoder.final_softcap
         self.source_embed, self.embed = _embed(encoder, rngs), _embed(decoder, rngs)
         self.encoder = nn.Encoder(
-            nn.Stack(lambda kind, rngs: EncoderBlock(encoder, kind, rngs=rngs), encoder.types, rngs=rngs),
+            # Tokens attend to both sides, also in windows.
+            nn.Stack(
+                lambda mask, rngs: Block(encoder, mask, rngs=rngs),
+                [ops.LocalWindow(encoder.window) if kind == SLIDING else ops.Full() for kind in encoder.types],
+                rngs=rngs,
+            ),
             _norm(encoder),
         )
         self.layers = nn.Stack(
-            lambda kind, rngs: DecoderBlock(decoder, kind, encoder.dim, rngs=rngs), decoder.types, rngs=rngs
+            lambda mask, rngs: Block(decoder, mask, encoder.dim, rngs=rngs),
+            [causal(decoder.window if kind == SLIDING else None) for kind in decoder.types],
+            rngs=rngs,
         )
         self.norm = _norm(decoder)
         self.head = None if cfg.tied else nn.Embed(decoder.vocab, decoder.dim, rngs=rngs)
@@ -130,6 +115,21 @@ class T5Gemma(nn.Decoder):
 
 def _in_turn(c: Any) -> tuple[str, ...]:
     return tuple(FULL if i % 2 else SLIDING for i in range(c.num_layers))
+
+
+def _cross_attention(side: Side, source_dim: int, rngs: nnx.Rngs) -> nn.CrossAttention:
+    return nn.CrossAttention(
+        side.dim,
+        num_heads=side.num_heads,
+        num_kv_heads=side.num_kv_heads,
+        head_dim=side.head_dim,
+        source_dim=source_dim,
+        bias=side.attention_bias,
+        out_bias=side.attention_bias,
+        scale=side.query_scalar**-0.5,
+        softcap=side.attention_softcap,
+        rngs=rngs,
+    )
 
 
 def _norm(side: Side) -> nn.RMSNorm:

@@ -28,6 +28,7 @@ from maxlib.nn._capture import capture as capture
 from maxlib.nn._capture import named_values as named_values
 from maxlib.nn._capture import patch as patch
 from maxlib.nn._draw import draw as draw
+from maxlib.nn._gated_residual import GatedResidual as GatedResidual
 from maxlib.nn._heads import EmbeddingHead as EmbeddingHead
 from maxlib.nn._heads import ScoreHead as ScoreHead
 from maxlib.nn._heads import is_last_token as is_last_token
@@ -41,9 +42,12 @@ from maxlib.nn._linear import Einsum as Einsum
 from maxlib.nn._linear import Embed as Embed
 from maxlib.nn._linear import GatedMLP as GatedMLP
 from maxlib.nn._linear import draw_key as draw_key
+from maxlib.nn._ngram_hash import NgramHash as NgramHash
+from maxlib.nn._ngrams import NgramEmbedding as NgramEmbedding
 from maxlib.nn._patching import with_dropout as with_dropout
 from maxlib.nn._pytree import pytree as pytree
 from maxlib.nn._pytree import static as static
+from maxlib.nn.attention._block_sparse import BlockSparseAttention as BlockSparseAttention
 from maxlib.nn.attention._compressed import CompressedAttention as CompressedAttention
 from maxlib.nn.attention._cross import CrossAttention as CrossAttention
 from maxlib.nn.attention._grouped_query import Attention as Attention

@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from maxlib._utils.text import to_text
+from maxlib.nn._ngrams import NgramEmbedding
 from maxlib.nn.cache import layer_caches
 from maxlib.nn.decoder._positions import ALiBi, LearnedPositions, RelativeBias
 from maxlib.nn.experts._moe import MoE
@@ -33,8 +34,10 @@ SCALINGS = {
 
 
 def num_active_parameters(model: Any) -> int:
-    """Counts the parameters used for one token: all except those of experts it is not routed to."""
-    idle = 0.0
+    """Counts the parameters used for one token: all except those of experts it is not routed to, and tables of n-grams,
+    of which it reads a few rows.
+    """
+    idle = float(sum(ngrams.table.get_value().size for ngrams in _all(NgramEmbedding, model)))
     for moe in _all(MoE, model):
         names, share = axes(moe), moe.router.top_k / moe.router.num_experts
         experts = sum(v.get_value().size for path, v in variables(moe).items() if "expert" in names[path])

@@ -1,6 +1,6 @@
 """Comparisons of two models' predictions on the current mesh, divided by `_head.head_split`.
 
-Shapes: B rows, T tokens, D and E widths, V vocabulary, K candidates.
+Shapes: B rows, T tokens, D and E widths, C numbers of a hidden state (the first D count), V vocabulary, K candidates.
 """
 
 import jax
@@ -14,7 +14,7 @@ _WIDE = (*_ROWS, None)
 
 
 def token_divergence(
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T C"],
     head_weight: Float[Array, "V D"],
     teacher_hidden: Float[Array, "B T E"],
     teacher_weight: Float[Array, "U E"],
@@ -58,7 +58,7 @@ def token_divergence(
 
 
 def token_gather_log_probs(
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T C"],
     head_weight: Float[Array, "V D"],
     ids: Int[Array, "B T K"],
     *,
@@ -84,7 +84,7 @@ def token_gather_log_probs(
 
 
 def token_top_k(
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T C"],
     head_weight: Float[Array, "V D"],
     k: int,
     *,

@@ -47,15 +47,16 @@ class GroupRMSNorm(RMSNorm):
         dim: Size of the last axis, the sum of all groups.
         groups: Number of groups, which divides `dim`.
         eps: Added to the mean square.
+        plus_one: True multiplies by `1 + scale`, as in `RMSNorm`.
 
     Raises:
         ValueError: when `groups` does not divide `dim`.
     """
 
-    def __init__(self, dim: int, *, groups: int, eps: float = 1e-6):
+    def __init__(self, dim: int, *, groups: int, eps: float = 1e-6, plus_one: bool = False):
         if groups < 1 or dim % groups:
             raise ValueError(f"groups must divide dim; got groups={groups} and dim={dim}")
-        super().__init__(dim, eps=eps)
+        super().__init__(dim, eps=eps, plus_one=plus_one)
         self.groups = groups
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -63,7 +64,7 @@ class GroupRMSNorm(RMSNorm):
         check_ends(x, "D", self.scale.shape, "the norm")
         # [..., D] -> [..., groups, D / groups] and back
         x32 = _to_unit(x.reshape(*x.shape[:-1], self.groups, -1), self.eps).reshape(x.shape)
-        scale = jnp.asarray(self.scale[...], x32.dtype)
+        scale = jnp.asarray(self.scale[...], x32.dtype) + (1.0 if self.plus_one else 0.0)
         # [D] -> [..., D]
         return (x32 * for_each_token(scale, x.shape)).astype(x.dtype)
 

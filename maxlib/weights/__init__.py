@@ -29,6 +29,7 @@ from maxlib.weights._hub import download as download
 from maxlib.weights._hub import model_directory as model_directory
 from maxlib.weights._loading import load as load
 from maxlib.weights._table import Absent as Absent
+from maxlib.weights._table import Constant as Constant
 from maxlib.weights._table import Convert as Convert
 from maxlib.weights._table import Copy as Copy
 from maxlib.weights._table import Entry as Entry

@@ -13,7 +13,7 @@ from maxlib._utils.arguments import check_dtype
 from maxlib.weights._kept import keep
 from maxlib.weights._leaves import Leaf
 from maxlib.weights._packed import quantization_of, unpacked
-from maxlib.weights._table import Copy, Ignore, Renamed, Table
+from maxlib.weights._table import Constant, Copy, Ignore, Renamed, Table
 from maxlib.weights.files import Stored, find_tensors, is_float
 from maxlib.weights.mapping import Conversion, Cut, Piece, WeightMapping, resolve
 
@@ -170,9 +170,13 @@ def _unfit(conversion: Conversion, stored: Mapping[str, Stored]) -> str:
 
 
 def _accounted(name: str, stored: Mapping[str, Stored], table: Table) -> bool:
-    """Returns True if an unused tensor is allowed. Raises ValueError for a declared copy that differs."""
+    """Returns True if an unused tensor is allowed. Raises ValueError for a declared copy or constant that differs."""
     for entry in table:
         if isinstance(entry, Ignore) and entry.matches(name):
+            return True
+        if isinstance(entry, Constant) and entry.hf_name == name:
+            if not np.array_equal(stored[name].view(), entry.value):
+                raise ValueError(f"{name} is not what the config says: one of the two is wrong.")
             return True
         if isinstance(entry, Copy) and entry.hf_name == name and entry.of in stored:
             if not _same(stored[name], stored[entry.of]):

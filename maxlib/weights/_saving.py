@@ -19,7 +19,7 @@ from maxlib import nn, sharding
 from maxlib.ops import Mask, Rope
 from maxlib.weights._leaves import assign
 from maxlib.weights._loading import uncovered
-from maxlib.weights._table import Table
+from maxlib.weights._table import Constant, Table
 from maxlib.weights.files import MAX_SHARD_BYTES, Header, is_float, shard, write_file, write_index
 from maxlib.weights.mapping import Conversion, Tensor, WeightMapping, resolve
 
@@ -99,12 +99,14 @@ class Source:
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
         self.plan, self._take, self._dtype = plan, take, None if dtype is None else np.dtype(dtype)
         self._values = {path: v.get_value() for path, v in nn.variables(model).items()}
+        self._constants = {entry.hf_name: entry.value for entry in table if isinstance(entry, Constant)}
         self._converted = {name: (c, n) for c in plan.conversions for n, name in enumerate(c.hf_names)}
         self._shapes: dict[Any, list[tuple[tuple[int, ...], np.dtype]]] = {}
         self._leaf = functools.lru_cache(maxsize=_CACHED)(self._fetch)
 
     def headers(self) -> list[Header]:
         pieces = [Header(t.name, self._tensor_dtype(t), t.shape) for t in self.plan.tensors.values()]
+        pieces += [Header(name, value.dtype, value.shape) for name, value in self._constants.items()]
         return pieces + [self._converted_header(name) for name in self._converted]
 
     def _tensor_dtype(self, tensor: Tensor) -> np.dtype:
@@ -124,6 +126,8 @@ class Source:
         return Header(name, dtype, shape)
 
     def tensor(self, name: str) -> np.ndarray:
+        if name in self._constants:
+            return self._constants[name]
         if name in self._converted:
             conversion, n = self._converted[name]
             return _save(conversion, self._leaf(conversion.place.path, conversion.place.index))[n]

@@ -89,6 +89,19 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A tensor that follows from the configuration: it is written, and a stored one must be equal.
+
+    Attributes:
+        hf_name: Name of the tensor.
+        value: Its value.
+    """
+
+    hf_name: str
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
 class Absent:
     """A leaf that Hugging Face does not store: it keeps its initial value, and an export omits it."""
 
@@ -111,7 +124,7 @@ class Renamed:
         return self.to + name.removeprefix(self.hf_prefix) if fits else name
 
 
-Entry = Weight | Convert | Ignore | Copy | Absent | Renamed
+Entry = Weight | Convert | Ignore | Copy | Constant | Absent | Renamed
 Table = Sequence[Entry]
 Axes = tuple[str, ...]
 

@@ -70,11 +70,13 @@ def test_logits_are_those_of_peft(name, base, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_peft_reads_what_is_written(name, base, tmp_path):
-    pytest.importorskip("peft")
+    peft = pytest.importorskip("peft")
     model = base(name)
     adapted = halved(trained(adapters.load(model, theirs.directory(tmp_path / "adapter", name)), size=0.1))
     tokens = theirs.tokens(model.cfg.vocab)
-    adapters.save(adapted, tmp_path / "own")
+    adapters.save(adapted, tmp_path / "own", dropout=0.25)
+    assert peft.PeftConfig.from_pretrained(tmp_path / "own").lora_dropout == 0.25
+    assert adapters.lora_dropout(tmp_path / "own") == 0.25
     path = tmp_path / f"base_{name}"
     got = theirs.their_logits(theirs.their_base(path), tmp_path / "own", tokens)
     equal(logits(adapted, tokens), got)

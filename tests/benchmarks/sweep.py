@@ -59,6 +59,7 @@ SLOW = {
     "lfm2.5-8b-a1b": "rows of experts pass through memory",
     "nemotron-3-super-120b-a12b": "the chunks of Mamba-2, and rows of experts, pass through memory",
     "qwen3-30b-a3b-2507": "rows of experts 768 wide pass through memory",
+    "qwen3-omni-30b-a3b": "rows of experts 768 wide pass through memory",
     "qwen3-vl-30b-a3b": "rows of experts 768 wide pass through memory",
     "qwen3.5-122b-a10b": "rows of experts, and the chunks of the gated delta rule, pass through memory",
     "granite-4.0-h-1b": "the chunks of Mamba-2 pass through memory",

@@ -63,8 +63,9 @@ def tokenized(documents, tokenizer, processor, **options):
 # --- one image ---
 
 
-@pytest.mark.parametrize("size", [(45, 70), (7, 9), (301, 40)])
-def test_patches_are_those_of_transformers(size, tmp_path):
+@pytest.mark.parametrize(("size", "omni"), [((45, 70), False), ((7, 9), False), ((301, 40), True)])
+def test_patches_are_those_of_transformers(size, omni, tmp_path):
+    """Also in a directory of Qwen3-Omni, whose files describe sound too."""
     pytest.importorskip("torch")
     Image = pytest.importorskip("PIL.Image")
     module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
@@ -77,8 +78,10 @@ def test_patches_are_those_of_transformers(size, tmp_path):
         "image_mean": [0.5, 0.4, 0.3],
         "image_std": [0.5, 0.25, 0.2],
     }
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
-    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 7}))
+    hears = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128, "n_fft": 400}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields | (hears if omni else {})))
+    config = {"thinker_config": {"image_token_id": 7}} if omni else {"image_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     ours, image = data.ImageProcessor.from_directory(tmp_path), rgb(*size)
     del fields["image_processor_type"]
     want = module.Qwen2VLImageProcessorPil(**fields)(images=[image.transpose(2, 0, 1)], return_tensors="np")

@@ -25,6 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 EMBEDDING = re.compile(r"(?<!patch_)embed|\bw[tp]e\b")  # GPT-2's names differ from all others
 NORM = re.compile(r"norm|LayerNorm|\bln_|layer_scalar|router\.scale|per_expert_scale")  # and other factors about one
 SECONDS_PER_GRID = 0.7  # between frames of videos
+FROM_CONFIG = "layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"  # of Qwen3.8-Flash-Next
 MASKED, SEQ2SEQ = ("bert", "roberta", "modernbert"), ("t5", "t5gemma")  # values of model_type
 FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 
@@ -336,8 +337,8 @@ def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtyp
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
-    """Parameters and what else is stored; a tied head is listed once."""
-    kept = model.state_dict().keys()
+    """Parameters and what else is stored; a tied head is listed once, and what follows from the config is not."""
+    kept = {name for name in model.state_dict() if not name.endswith(FROM_CONFIG)}
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
 
 
@@ -404,7 +405,8 @@ def ours(
     params, rest = nn.partition(model)
     logits, gradients = _loss_and_gradients(params, rest, jnp.asarray(tokens), _given(images, audio, source))
     maxlib.save_pretrained(nn.combine(gradients, rest), scratch)
-    return np.asarray(logits), load_file(scratch / "model.safetensors")
+    stored = load_file(scratch / "model.safetensors")
+    return np.asarray(logits), {name: g for name, g in stored.items() if not name.endswith(FROM_CONFIG)}
 
 
 @functools.partial(jax.jit, compiler_options=QUICK)

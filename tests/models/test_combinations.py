@@ -99,13 +99,14 @@ def assert_same(got, want) -> None:
 # Each family on two of the meshes, which are other ones for the next family.
 PAIRS = [(family, [*MESHES][(2 * i + n) % len(MESHES)]) for i, family in enumerate(HYBRIDS + OTHERS) for n in (0, 1)]
 PAIRS = [*dict.fromkeys([*PAIRS, *REFUSED, *(("deepseek_v4", kind) for kind in MESHES)])]
+PAIRS += [("qwen4_exp", kind) for kind in ("context", "experts", "gpipe")]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_devices_change_nothing(family, kind):
     model, (degrees, rules) = model_of(family), MESHES[kind]
-    if family == "deepseek_v32" and kind == "context":
+    if family in ("deepseek_v32", "qwen4_exp") and kind == "context":
         rules = sharding.FSDP | sharding.CP_GATHER  # chosen keys cannot travel around a ring
     if kind == "experts" and not any("expert" in axes for axes in nn.tree.axes(model).values()):
         pytest.skip("it has no experts")

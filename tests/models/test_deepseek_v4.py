@@ -1,7 +1,10 @@
 """DeepSeek V4 against transformers: sequences longer than the window, than compressed keys and than the choice."""
 
 import json
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import maxlib
-from maxlib import nn
+from maxlib import nn, training
 from maxlib.models import deepseek_v4
 from maxlib.models._sizes import SLIDING
 from maxlib.models.deepseek_v4 import HEAVY, SPARSE
@@ -165,3 +168,71 @@ def test_files_of_the_release(tmp_path):
     )
     for path, value in want.items():
         np.testing.assert_array_equal(got[path].get_value(), value.get_value(), err_msg=path)
+
+
+# --- prediction modules ---
+
+
+def with_module(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A directory like the releases, and the tensors of its module: those of a layer, two projections and norms."""
+    case = parity.golden("deepseek_v4")["every_kind"]
+    dim, shapes = case["config"]["hidden_size"], case["shapes"]
+    layer = {name.replace("model.layers.2", "mtp.0"): shape for name, shape in shapes.items() if ".layers.2." in name}
+    layer = {name: shape for name, shape in layer.items() if ".compressor." not in name}  # only HEAVY layers have one
+    head = {f"mtp.0.hc_head_{name}": shapes[f"model.hc_head.hc_{name}"] for name in ("fn", "base", "scale")}
+    norms = {f"mtp.0.{name}.weight": [dim] for name in ("enorm", "hnorm", "norm")}
+    projections = {f"mtp.0.{name}.weight": [dim, dim] for name in ("e_proj", "h_proj")}
+    own = parity.tensors(layer | head | norms | projections)
+    return parity.directory(path, case, **own), own
+
+
+def test_the_module_predicts_as_the_formulas_say(tmp_path):
+    """Its layer is compared with transformers' elsewhere: what is around it, with float64 formulas."""
+    path, own = with_module(tmp_path)
+    model, tokens = maxlib.from_pretrained(path, num_mtp=1), jnp.asarray(parity.tokens(61, 24))
+    batch = {"tokens": tokens, "targets": jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)}
+    w = {name.removeprefix("mtp.0."): value for name, value in own.items()}
+
+    def normed(x, name):
+        return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
+
+    @jax.jit
+    def run(model, batch):
+        hidden = model(batch["tokens"], dtype=jnp.float32).hidden
+        (module,) = model.predict_ahead(hidden, batch["tokens"])
+        embedded = model.embed(jnp.roll(batch["tokens"], -1, axis=1), dtype=jnp.float32)
+        x = normed(hidden[..., 32:].reshape(*hidden.shape[:2], 3, 32), "hnorm") @ w["h_proj.weight"].T
+        x = x + (normed(embedded, "enorm") @ w["e_proj.weight"].T)[:, :, None]
+        streams = model.mtp[0].block(x, nn.make_context(*batch["tokens"].shape))[0]
+        return hidden, module.hidden, streams, training.MTP(0.25)(model, batch, dtype=jnp.float32)
+
+    with jax.numpy_rank_promotion("allow"):  # of the formulas
+        hidden, got, streams, (loss, stats) = jax.tree.map(np.asarray, run(model, batch))
+    # The head's weights of streams: a sigmoid of a product with all of them, normed.
+    flat = streams.reshape(*streams.shape[:2], -1)
+    flat = flat / np.sqrt(np.mean(flat**2, -1, keepdims=True) + 1e-6)
+    share = 1 / (1 + np.exp(-(w["hc_head_scale"] * (flat @ w["hc_head_fn"].T) + w["hc_head_base"]))) + 1e-6
+    x = np.einsum("btn,btnd->btd", share, streams)
+    want = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * w["norm.weight"]
+    assert_close(got[:, :-1, :32], want[:, :-1], 1e-4)
+    assert_close(got[:, :-1, 32:], streams.reshape(*streams.shape[:2], -1)[:, :-1], 1e-4)
+    plain = maxlib.from_pretrained(path)
+    assert_close(hidden[..., :32], plain(tokens, dtype=jnp.float32).hidden, 1e-5)
+    # At place i it predicts token i + 2 by the model's own head.
+    logits = want[:, :-2] @ np.asarray(model.head_weight(), np.float64).T
+    right = np.take_along_axis(logits, np.asarray(tokens)[:, 2:, None], axis=2)[..., 0]
+    nll = np.sum(np.log(np.exp(logits).sum(-1)) - right)
+    assert float(stats.sums["mtp1/nll"].sum) == pytest.approx(nll, rel=1e-4)
+    assert float(loss) == pytest.approx(float(stats.sums["nll"]) + 0.25 * nll, rel=1e-4)
+
+
+def test_the_module_is_read_and_written_as_released(tmp_path):
+    path, own = with_module(tmp_path / "released")
+    assert len(maxlib.from_pretrained(path).mtp) == 0
+    for num_mtp in (0, 1):
+        out = tmp_path / str(num_mtp)
+        maxlib.save_pretrained(maxlib.from_pretrained(path, num_mtp=num_mtp), out)
+        got, want = load_file(out / "model.safetensors"), load_file(path / "model.safetensors")
+        assert want.keys() - got.keys() == ({*()} if num_mtp else own.keys())
+        assert all(value.tobytes() == want[name].tobytes() for name, value in got.items())
+        assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == num_mtp

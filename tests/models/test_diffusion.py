@@ -1,4 +1,4 @@
-"""LLaDA and SDAR against transformers' Llama and Qwen3, which they are but for their masks."""
+"""LLaDA, SDAR and Dream against transformers' Llama, Qwen3 and Qwen2, which they are but for their masks."""
 
 import json
 
@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import maxlib
 from maxlib import inference
-from maxlib.models import llada
+from maxlib.models import dream, llada
 from maxlib.weights import read_model
 from tests.models import parity
 
@@ -60,6 +60,9 @@ SDAR = SIZES | {
     "sliding_window": None,
     "max_window_layers": 28,
 }
+DREAM = {name: value for name, value in SDAR.items() if name not in ("head_dim", "block_size")} | {
+    "model_type": "Dream"
+}
 NAMES = {  # from Llama's to LLaDA's
     "embed_tokens": "wte",
     "input_layernorm": "attn_norm",
@@ -82,7 +85,7 @@ def named_by_llada(name):
     return name
 
 
-@pytest.fixture(scope="module", params=["llada", "sdar"])
+@pytest.fixture(scope="module", params=["llada", "sdar", "dream"])
 def opened(request, tmp_path_factory):
     """A directory, our model of it, tokens, and the logits that transformers computes."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -94,6 +97,10 @@ def opened(request, tmp_path_factory):
             named_by_llada,
         )
         make, fields, seen = transformers.LlamaForCausalLM, LLADA, np.ones((18, 18), bool)
+    elif request.param == "dream":
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        config, rename = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, rope_parameters=rope), str
+        make, fields, seen = transformers.Qwen2ForCausalLM, DREAM, np.ones((18, 18), bool)
     else:
         rope = {"rope_type": "default", "rope_theta": 1e6}
         config, rename = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, rope_parameters=rope), str
@@ -126,9 +133,9 @@ def test_export_is_what_was_read(opened, tmp_path):
 
 
 def test_a_cache_of_blocks_changes_nothing(opened):
-    """In calls of whole blocks; a LLaDA has none."""
+    """In calls of whole blocks; a LLaDA and a Dream have none."""
     _, model, tokens, logits = opened
-    if isinstance(model, llada.LLaDA):
+    if isinstance(model, llada.LLaDA | dream.Dream):
         with pytest.raises(ValueError, match="is an encoder, which has no cache"):
             inference.Generator(model).generate([[1]], max_new_tokens=1)
         return
@@ -151,6 +158,7 @@ def test_a_cache_of_blocks_changes_nothing(opened):
         (LLADA, {"surprise": 1}),
         (SDAR, {"use_sliding_window": True}),
         (SDAR, {"hidden_act": "gelu"}),
+        (DREAM, {"use_sliding_window": True}),
     ],
     ids=str,
 )

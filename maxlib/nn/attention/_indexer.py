@@ -196,13 +196,57 @@ class LightningIndexer(Indexer):
 NOWHERE = 1 << 30  # a place beyond all keys
 
 
-class PooledIndexer(Indexer):
-    """Indexer of pools of `pool` tokens, whose key is a mean of theirs, weighted channel by channel.
+class PoolIndexer(Indexer):
+    """Base class of indexers of pools of `pool` tokens; a subclass makes the keys of pools.
 
     Pools count from the first token of a document. A query attends to the `top_k` best of those that are complete, and
     to the tokens since the last one, its own included. A pool is known by its place: the place `j` is that of the only
-    pool that may end at one of the keys from `j * pool` to `(j + 1) * pool - 1`. Nothing is rotated, and weights are
-    stored and not trained.
+    pool that may end at one of the keys from `j * pool` to `(j + 1) * pool - 1`.
+
+    Attributes:
+        pool: Tokens of a pool.
+    """
+
+    pool: int
+
+    def choose(self, index: Index, bounds: tuple[Int[Array, "B T"], Int[Array, "B T"]]) -> Chosen:
+        """Returns the tokens of the chosen pools and those since the last pool, for each query's interval of keys."""
+        start, end = bounds
+        first = (start + self.pool - 1) // self.pool  # place of the document's first pool
+        complete = (end - start) // self.pool
+        pools = super().choose(index, (first, first + complete))
+        assert pools.best is not None
+        # The pool at the place j ends at the token j * pool + (start - 1) % pool.
+        begin = self.pool * pools.best + ((start - 1) % self.pool - self.pool + 1)[..., None]
+        begin = jnp.where(pools.among_best(), begin, NOWHERE)
+        # [B, T, K] -> [B, T, K, pool] -> [B, T, K * pool]
+        tokens = begin[..., None] + jnp.arange(self.pool)[None, None, None]
+        tail = (start + self.pool * complete)[..., None] + jnp.arange(self.pool - 1)[None, None]
+        return Chosen(start, end, jnp.concatenate([tokens.reshape(*start.shape, -1), tail], axis=-1))
+
+    def _pools(self, a: Array, ctx: Context | None) -> Array:
+        """Returns the tokens of pools, `B S W` as `B J pool W`.
+
+        Args:
+            a: What is stored of each token.
+            ctx: Context of the tokens; None if each row is one document from its first key on.
+        """
+        B, S = a.shape[:2]
+        a = jnp.pad(a, ((0, 0), (0, -S % self.pool), (0, 0)))
+        if ctx is None or not ctx.packed:
+            return a.reshape(B, -1, self.pool, a.shape[2])
+        ends = jnp.pad((ctx.index - ctx.start + 1) % self.pool == 0, ((0, 0), (0, -S % self.pool)))
+        ends = ends.reshape(B, -1, self.pool)
+        # [B, J]: the last token of the pool at each place.
+        last = jnp.argmax(ends, axis=2) + self.pool * jnp.arange(ends.shape[1])[None]
+        tokens = last[..., None] + (jnp.arange(self.pool) - self.pool + 1)[None, None]
+        return jax.vmap(lambda row, places: row[places])(a, jnp.maximum(tokens, 0))
+
+
+class PooledIndexer(PoolIndexer):
+    """Indexer of pools whose key is a mean of the keys of their tokens, weighted channel by channel (GLM-5.3-Flash).
+
+    Nothing is rotated, and weights are stored and not trained.
 
     Args:
         dim: Width D of the residual stream.
@@ -241,36 +285,10 @@ class PooledIndexer(Indexer):
             keys: Those of tokens (`keys`).
             ctx: Context of the tokens; None if each row is one document from its first key on.
         """
-        B, S = keys.shape[:2]
-        keys = jnp.pad(keys, ((0, 0), (0, -S % self.pool), (0, 0)))
-        if ctx is None or not ctx.packed:
-            pools = keys.reshape(B, -1, self.pool, keys.shape[2])
-        else:
-            ends = jnp.pad((ctx.index - ctx.start + 1) % self.pool == 0, ((0, 0), (0, -S % self.pool)))
-            ends = ends.reshape(B, -1, self.pool)
-            # [B, J]: the last token of the pool at each place.
-            last = jnp.argmax(ends, axis=2) + self.pool * jnp.arange(ends.shape[1])[None]
-            tokens = last[..., None] + (jnp.arange(self.pool) - self.pool + 1)[None, None]
-            pools = jax.vmap(lambda row, places: row[places])(keys, jnp.maximum(tokens, 0))
         # [B, J, pool, Hi], twice
-        values, gates = jnp.split(pools, 2, axis=-1)
+        values, gates = jnp.split(self._pools(keys, ctx), 2, axis=-1)
         gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32)) + self.place[...][None, None]
         return jnp.sum(jax.nn.softmax(gates, axis=2).astype(values.dtype) * values, axis=2)
-
-    def choose(self, index: Index, bounds: tuple[Int[Array, "B T"], Int[Array, "B T"]]) -> Chosen:
-        """Returns the tokens of the chosen pools and those since the last pool, for each query's interval of keys."""
-        start, end = bounds
-        first = (start + self.pool - 1) // self.pool  # place of the document's first pool
-        complete = (end - start) // self.pool
-        pools = super().choose(index, (first, first + complete))
-        assert pools.best is not None
-        # The pool at the place j ends at the token j * pool + (start - 1) % pool.
-        begin = self.pool * pools.best + ((start - 1) % self.pool - self.pool + 1)[..., None]
-        begin = jnp.where(pools.among_best(), begin, NOWHERE)
-        # [B, T, K] -> [B, T, K, pool] -> [B, T, K * pool]
-        tokens = begin[..., None] + jnp.arange(self.pool)[None, None, None]
-        tail = (start + self.pool * complete)[..., None] + jnp.arange(self.pool - 1)[None, None]
-        return Chosen(start, end, jnp.concatenate([tokens.reshape(*start.shape, -1), tail], axis=-1))
 
     def _rotate(self, x: Array, ctx: Any) -> Array:
         return x
@@ -287,3 +305,13 @@ def fix(module: nnx.Module) -> None:
 def taken(a: Float[Array, "B S R"], places: Int[Array, "B T K"], dtype: Any) -> Float[Array, "B T K R"]:
     """Returns each query's entries of `a`, cast to `dtype`; pass `a` in float32 to add up its gradient in it."""
     return jax.vmap(lambda row, places: row[places])(a, places).astype(dtype)
+
+
+def chosen_mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
+    """Returns True for the keys that are chosen, of S in all; each device for its own queries."""
+
+    def local(*bounds_and_best: Array) -> Array:
+        return Chosen(*bounds_and_best).among_all(keys)
+
+    run = shard_map_by_name(local, [QUERIES, QUERIES, (*QUERIES, None)], (*QUERIES, None))
+    return run(chosen.start, chosen.end, chosen.best)

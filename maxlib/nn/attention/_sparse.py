@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._grouped_query import check_no_ring
 from maxlib.nn.attention._index_loss import HIDDEN, Attended, IndexLoss
-from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer, PooledIndexer
+from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer, PooledIndexer, chosen_mask
 from maxlib.nn.attention._latent import MLA
 from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
 from maxlib.nn.cache import LatentCache, LayerCache, put_rows
@@ -220,7 +220,7 @@ class SparseMLA(MLA):
         bias = None
         if chosen.best is not None:
             # [B, T, S] -> [B, 1, T, S]: the same for all heads.
-            bias = jnp.where(_mask(chosen, latent.shape[1]), 0.0, HIDDEN)[:, None]
+            bias = jnp.where(chosen_mask(chosen, latent.shape[1]), 0.0, HIDDEN)[:, None]
         run = self._absorbed if cache is not None and q.shape[1] == 1 else self._naive
         return run(q, latent, ctx, ctx.mask_hint(self.mask, cache), bias)
 
@@ -269,13 +269,3 @@ def _check_pools(top_k: int, pool: int, index_loss: IndexLoss | None) -> None:
             f"pool must divide top_k, and index_loss be None, as an IndexLoss compares single keys; got {pool}, {top_k} and "
             f"{index_loss}"
         )
-
-
-def _mask(chosen: Chosen, keys: int) -> Bool[Array, "B T S"]:
-    """Returns True for the keys that are chosen, of S in all; each device for its own queries."""
-
-    def local(*bounds_and_best: Array) -> Array:
-        return Chosen(*bounds_and_best).among_all(keys)
-
-    run = shard_map_by_name(local, [QUERIES, QUERIES, (*QUERIES, None)], (*QUERIES, None))
-    return run(chosen.start, chosen.end, chosen.best)

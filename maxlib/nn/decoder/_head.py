@@ -1,7 +1,8 @@
 """Log-probabilities and losses of target tokens from hidden states and a head, on the current mesh.
 
 `head_split` decides how the work is divided; `cross_entropy` and `token_log_probs` follow it. Neither ever stores the
-logits of all tokens. Shapes: B rows, T tokens, D width, V vocabulary.
+logits of all tokens. Shapes: B rows, T tokens, D width, C numbers of a hidden state, of which a head reads the first D,
+V vocabulary.
 """
 
 import math
@@ -24,7 +25,7 @@ _ROWS = ("batch", "seq")
 
 
 def token_log_probs(
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T C"],
     head_weight: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     *,
@@ -64,7 +65,7 @@ def token_log_probs(
 
 
 def cross_entropy(
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T C"],
     head_weight: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     *,
@@ -125,7 +126,7 @@ class HeadSplit(NamedTuple):
 
 
 def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
-    """Decides how `hidden` and the head are divided on the current mesh.
+    """Decides how `hidden`, as far as the head reads it, and the head are divided on the current mesh.
 
     Under FSDP the same mesh axes split the head's width and the batch's rows, so the head must be gathered and its
     gradient summed. If the rows are smaller than the head, they are gathered instead, and each device computes a part
@@ -148,7 +149,9 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     gathered = tuple(axis for axis in layout.mesh_axes("embed") if axis in batch and axis not in vocab)
     left = tuple(axis for axis in batch if axis not in gathered)
     width = hidden.dtype.itemsize
-    rows = 2 * width * math.prod(hidden.shape) / parts(left)  # bytes of the rows, and of their gradients
+    rows = (
+        2 * width * math.prod(hidden.shape[:-1]) * weight[1] / parts(left)
+    )  # bytes of the rows, and of their gradients
     weights = (width + 4) * math.prod(weight) / parts(vocab)  # the head, and its gradient in float32
     # Gather whichever has fewer bytes; the vocabulary must divide over the devices.
     if not gathered or rows >= weights or weight[0] % parts(vocab + gathered):
@@ -180,8 +183,10 @@ def _on_parts(
 ) -> Any:
     """Runs `op(hidden, weight, *others)` on each device's part of the rows and of the vocabulary.
 
-    The arrays of `others` are `B T`, unless `other_names` gives the names of their axes.
+    The arrays of `others` are `B T`, unless `other_names` gives the names of their axes. What follows the first D
+    numbers of a hidden state is for prediction modules.
     """
+    hidden = hidden[..., : weight.shape[1]]
     if sharding.current() is not None and not is_inside_stage():
         # The weight is gathered, and its gradient summed, in the dtype of `hidden`, as for layers.
         # In a pipeline this runs for every microbatch; gradients are only exchanged after the last one.
