@@ -61,8 +61,8 @@ LAYER_TYPES = Computed("layer_types", _read_types, _write_types)
 
 
 def _read_end(hf: HFConfig, c: Any) -> int | None:
-    end = hf.take("eos_token_id", None, kind=object)
-    return end[0] if isinstance(end, list) and end else end
+    end: Any = hf.take("eos_token_id", None, kind=object)
+    return end[0] if isinstance(end, list) else end
 
 
 END = Computed("end_token", _read_end, lambda end, cfg: {} if end is None else {"eos_token_id": end})

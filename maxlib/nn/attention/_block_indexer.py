@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from maxlib.nn._linear import Einsum
 from maxlib.nn.attention._indexer import Index, PoolIndexer, fix
-from maxlib.nn.decoder._context import AnyRope, Context
+from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import RMSNorm
-from maxlib.ops import MRope, apply_rope
+from maxlib.ops import MRope, Rope, apply_rope
 
 
 class BlockIndexer(PoolIndexer):
@@ -30,6 +30,8 @@ class BlockIndexer(PoolIndexer):
         rngs: Source of initial values.
     """
 
+    rope: Rope | MRope
+
     def __init__(
         self,
         dim: int,
@@ -38,7 +40,7 @@ class BlockIndexer(PoolIndexer):
         head_dim: int,
         top_k: int,
         block: int,
-        rope: AnyRope,
+        rope: Rope | MRope,
         norm_eps: float,
         rngs: nnx.Rngs,
     ):
