@@ -44,7 +44,7 @@ def test_families_are_reached_by_name():
     assert {"families", "gpt2", "llama", "presets"} <= set(dir(maxlib.models))
     with pytest.raises(AttributeError, match=r"'llamma'; did you mean 'llama'\?"):
         maxlib.models.llamma
-    with pytest.raises(AttributeError, match=r"'nonsense'; it has families, presets, apertus, "):
+    with pytest.raises(AttributeError, match=r"'nonsense'; it has families, presets, afmoe, apertus, "):
         maxlib.models.nonsense
 
 

@@ -53,7 +53,7 @@ FIELDS = Fields(
 PRESETS = {
     "afm-4.5b": Config(
         vocab=128_004, num_layers=36, dim=2560, mlp_dim=18_432, num_heads=20, num_kv_heads=4, head_dim=128,
-        rope=Rope(128, 10_000.0, ops.YarnScaling(20.0, 4096), max_length=65_536),
+        rope=Rope(128, 10_000.0, ops.YarnScaling(20.0, 4096), max_length=81_920),
     ),
 }
 # fmt: on

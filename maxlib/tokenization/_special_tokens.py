@@ -154,10 +154,10 @@ _CLASSES: dict[str, tuple[str, ...]] = {
         *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"),
         *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"),
     ),
-    "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+    "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp"),
 }
 # Models whose declared class transformers ignores: it uses the one above, or the generic class, which has no defaults.
-_IGNORE_DECLARED = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"}
+_IGNORE_DECLARED = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"}
 _GENERIC = {
     *("ernie4_5", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "granite", "granitemoehybrid", "kimi_k25", "kimi_linear"),
     *("llava", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "modernbert", "nemotron"),

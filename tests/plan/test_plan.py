@@ -96,7 +96,7 @@ MISTAKES = {
     "attention": (dict(attention="flash"), "attention on h100x8 must be one of .*cudnn, .*; got 'flash'"),
     "remat": (dict(remat="some"), "remat must be None, one of"),
     "name": (dict(remat=("latent", "queue")), "names 'queue', which no layer marks; this model's layers mark q, k, v"),
-    "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'sgd'"),
+    "optimizer": (dict(optimizer="lion"), "optimizer must be 'adamw', 'muon', 'sgd'"),
     "target": (dict(target="v5p-9"), "counts cores"),
     "none": (dict(target="h100x0"), "no hardware of 0 chips or slices"),
     "two axes": (
