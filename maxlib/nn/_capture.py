@@ -20,6 +20,7 @@ from flax import nnx
 from jax.extend import core
 from jaxtyping import Array
 
+from maxlib._utils.loops import scan_counts
 from maxlib.nn.mixer import SequenceMixer
 
 FIRST, LAYER = "embed", "resid_pre"  # the names that count layers
@@ -312,7 +313,8 @@ class _Run:
         each of them is carried instead.
         """
         params, body, length = eqn.params, eqn.params["jaxpr"], eqn.params["length"]
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        num_consts, num_carry = scan_counts(params)
+        first, last = num_consts, num_consts + num_carry
         consts, carry, xs = read[:first], read[first:last], read[last:]
         period = _names(body.jaxpr).count(LAYER)  # layers in an iteration
         if period and (len(self.strides) > 1 or params["reverse"]):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from maxlib._utils.loops import scan_counts
 from maxlib.hardware import chip_of
 from maxlib.ops import registered_flops
 
@@ -237,10 +238,7 @@ def _convolution(eqn, inputs, times, counts):
 
 def _scan(eqn, inputs, times, counts):
     params = eqn.params
-    if "num_consts" in params:
-        consts, carry = params["num_consts"], params["num_carry"]
-    else:  # from jax 0.12
-        consts, carry = (len(list(inputs)) for inputs in list(params["ft_in"].unpack())[:2])
+    consts, carry = scan_counts(params)
     inputs = [*inputs[:consts], *_unknown(inputs[consts:])]
     return _loop(params["jaxpr"], inputs, slice(consts, consts + carry), times * params["length"], counts)
 

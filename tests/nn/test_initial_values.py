@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,9 @@ def test_values_are_those_of_flax_to_the_bit(shape):
     for inits in pairs:
         ours, theirs = (functools.partial(init, shape=shape, dtype=jnp.float32) for init in inits)
         expected = np.stack([theirs(key) for key in keys])
-        np.testing.assert_array_equal(ours(keys[0]), expected[0])
-        np.testing.assert_array_equal(jax.vmap(ours)(keys), expected)
+        ulps = 0 if version("jax").startswith("0.10.") else 1  # jax 0.12 compiles single operations otherwise
+        np.testing.assert_array_max_ulp(np.asarray(ours(keys[0])), expected[0], ulps)
+        np.testing.assert_array_max_ulp(np.asarray(jax.vmap(ours)(keys)), expected, ulps)
         np.testing.assert_array_equal(jax.jit(ours)(keys[0]), jax.jit(theirs)(keys[0]))
 
 
