@@ -145,9 +145,16 @@ def home(tmp_path_factory) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "code"), [pytest.param(*one, id=f"{one[0]}.{one[1]}") for one in examples()]
-)
+def parameters() -> list[Any]:
+    """Every example; those that calibrate a model take ten seconds each and are `full`."""
+    calibrators = {"gptq", "awq", "smoothquant", "rotate"}
+    return [
+        pytest.param(*example, id=".".join(example[:2]), marks=[pytest.mark.full] * (example[1] in calibrators))
+        for example in examples()
+    ]
+
+
+@pytest.mark.parametrize(("module", "name", "code"), parameters())
 def test_examples_run(module, name, code, surroundings, monkeypatch):
     monkeypatch.chdir(surroundings["home"])
     package = importlib.import_module(module.rpartition("._")[0] or module)

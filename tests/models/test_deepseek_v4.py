@@ -186,6 +186,7 @@ def with_module(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     return parity.directory(path, case, **own), own
 
 
+@pytest.mark.full
 def test_the_module_predicts_as_the_formulas_say(tmp_path):
     """Its layer is compared with transformers' elsewhere: what is around it, with float64 formulas."""
     path, own = with_module(tmp_path)

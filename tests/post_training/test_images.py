@@ -142,6 +142,7 @@ def test_gradients_are_those_of_microbatches(documents, processor, model):  # no
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5 * np.abs(gradient).max() + 1e-8, err_msg=path)
 
 
+@pytest.mark.full
 def test_a_policy_scores_answers_as_their_sampler_did(documents, processor, model):  # noqa: F811
     """Log-probabilities of a batch with images are those of the engine."""
     sampler = inference.Sampler(temperature=0.7)

@@ -161,6 +161,7 @@ def test_any_family_keeps_its_function_or_is_refused(family, tmp_path):
     assert np.abs(parity.logits(rotated, tokens) - want).max() < 1e-3 * want.std()
 
 
+@pytest.mark.full
 def test_memory_is_that_of_one_layer(monkeypatch):
     """Beyond the model, the quantized layers and the activations, the statistics of one layer alone are in memory."""
     cfg = llama.Config(**SIZES | {"num_layers": 4}, mlp_dim=96)
