@@ -332,3 +332,9 @@ def test_distill_comes_nearer_to_the_teacher(corpus, run, tmp_path):
     before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
     assert after < before - 0.05
     assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+def test_adapters_get_a_higher_learning_rate(hub, monkeypatch):
+    rate = lambda *options: read_arguments(monkeypatch, "finetune.py", hub, *options).learning_rate
+    assert rate("--lora", 8) == pytest.approx(10 * rate())
+    assert rate("--lora", 8, "--learning-rate", 1e-3) == rate("--learning-rate", 1e-3) == 1e-3

@@ -133,3 +133,15 @@ def test_equal_settings_are_equal_samplers():
         arrays: dict[str, Any] = {name: array(value) for name, value in settings.items()}
         sampler = Sampler(**arrays)
         assert sampler == Sampler(**settings) and hash(sampler) == hash(Sampler(**settings))
+
+
+@pytest.mark.parametrize("pair", [([1.0], [2]), ([1], [VOCAB]), ([1], [True]), ("a", "b")], ids=str)
+def test_wrong_ids_are_not_scored(engines, pair):
+    with pytest.raises(ValueError, match="prompt 0"):
+        next(_scoring.score(engines["generator"], [pair], batch_size=1, max_length=8))
+
+
+@pytest.mark.parametrize("seed", [2.5, None, "0", True])
+def test_a_seed_is_an_integer(engines, seed):
+    with pytest.raises(ValueError, match="seed must be an integer, got"):
+        ServerEngine("http://127.0.0.1:9", "m", seed=seed)

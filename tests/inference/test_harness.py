@@ -89,6 +89,24 @@ def test_continuations_end_at_texts_and_at_the_end_token(generator):
     assert len(got[1]) < len(decode(free[1]))
 
 
+@with_lm_eval
+def test_continuations_end_at_each_of_several_tokens_and_at_special_ones(generator):
+    """A special token is found by its text, which is not in the answer."""
+    (free,) = generator.generate([PAIRS[0][0]], max_new_tokens=8)
+    first, second, third, *_ = dict.fromkeys(free[1:])
+    assert free[0] not in (first, second, third)
+
+    class Special(Ids):
+        def decode(self, ids, skip_special_tokens=True):
+            return super().decode([i for i in ids if not (skip_special_tokens and i == second)])
+
+    for stops, until, count in ([third, first], [], 1), ([third], [f"<{second}>"], free.index(second)):
+        options = {"eos": stops[0], "stop_token_ids": stops, "dtype": jnp.float32}
+        harness = inference.Harness(generator.model, Special(), **options)
+        request = types.SimpleNamespace(args=(" ".join(map(str, PAIRS[0][0])), {"until": until, "max_gen_toks": 8}))
+        assert harness.generate_until([request], disable_tqdm=True) == [Special().decode(free[:count])]
+
+
 def test_options_of_tasks():
     options = lambda **given: _harness._options(given, 256)
     assert options(until="\n", do_sample=False, temperature=0.7) == (["\n"], 256, inference.GREEDY)

@@ -14,8 +14,12 @@ from maxlib.inference._sampling import Keys, scaled
 LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.06, 0.04], [0.04, 0.06, 0.15, 0.25, 0.5]]))
 
 
-def filtered(sampler, logits):
+def filtered(sampler, logits=LOGITS):
     return np.asarray(jax.jit(sampler.filtered)(logits))
+
+
+def kept(sampler):
+    return np.isfinite(filtered(sampler))
 
 
 def test_filters_equal_transformers():
@@ -106,3 +110,19 @@ def test_threads_never_get_one_key():
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         data = pool.map(lambda _: tuple(np.asarray(jax.random.key_data(keys(None)))), range(64))
     assert len(set(data)) == 64
+
+
+def test_filters_keep_what_they_promise():
+    np.testing.assert_array_equal(kept(Sampler(top_k=2))[0], [1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(kept(Sampler(top_k=9)), np.ones((2, 5)))
+    np.testing.assert_array_equal(kept(Sampler(top_p=0.75))[0], [1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(kept(Sampler(top_p=0.76))[0], [1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(kept(Sampler(top_p=0.01))[1], [0, 0, 0, 0, 1])
+    np.testing.assert_array_equal(kept(Sampler(min_p=0.3))[0], [1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(kept(Sampler(top_k=4, top_p=0.9, min_p=0.4))[0], [1, 1, 0, 0, 0])
+
+
+def test_the_narrowest_settings_keep_the_best_and_the_widest_all():
+    for narrow in (Sampler(top_k=1), Sampler(min_p=1.0), Sampler(top_p=1e-6)):
+        np.testing.assert_array_equal(kept(narrow)[0], [1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(kept(Sampler(top_p=1.0)), np.ones((2, 5)))

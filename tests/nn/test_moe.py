@@ -261,3 +261,11 @@ def test_a_router_with_an_input_and_factors_of_its_own_in_float64():
         g = gate @ x64[b, t]
         want[b, t] += weights[b, t, k] * down @ (g / (1 + np.exp(-g)) * (up @ x64[b, t]))
     np.testing.assert_allclose(y, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_balanced_routing_costs_the_weight():
+    parts = np.arange(8).reshape(2, 2, 2), *(np.full((2, 2, n), x, np.float32) for n, x in ((2, 1), (8, 0), (8, 1 / 8)))
+    flat = nn.router.Routing(*map(jnp.asarray, parts))
+    losses = nn.router.SwitchBalance(0.5), nn.router.SequenceBalance(0.5)
+    for cost in jax.jit(lambda flat: [loss(flat, None) for loss in losses])(flat):
+        np.testing.assert_allclose(cost, 0.5, rtol=1e-6)

@@ -328,3 +328,13 @@ def test_a_part_of_a_scanned_block_without_arrays_is_that_of_all_its_layers():
     assert np.abs(windowed - before).max() > 1e-2
     caches = jax.eval_shape(lambda: stack.init_cache(1, 9))
     assert [cache.kind for cache in nn.cache.layer_caches(caches)] == ["ring"]
+
+
+def test_keys_are_those_of_the_numbers_of_layers():
+    """Whatever is scanned, and with or without jit."""
+    make = lambda kind, rngs: Layer(rngs=rngs)
+    first, second = nn.Stack(make, 3, rngs=nnx.Rngs(3)), nn.Stack(make, "abb", rngs=nnx.Rngs(3))
+    jitted = jax.jit(lambda: nn.Stack(make, "abc", rngs=nnx.Rngs(3)))()
+    for i in range(3):
+        np.testing.assert_array_equal(first[i].proj.w[...], second[i].proj.w[...])
+        np.testing.assert_array_equal(first[i].proj.w[...], jitted[i].proj.w[...])

@@ -1,4 +1,4 @@
-"""Losses defined outside of maxlib: with microbatches, on meshes, in 1F1B pipelines."""
+"""Losses defined outside of maxlib: with microbatches, on meshes, in 1F1B pipelines; with a frozen reference."""
 
 import functools
 import itertools
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxlib import nn, sharding, training
 from maxlib.training._step import make_gradient
@@ -148,6 +149,65 @@ def test_microbatches_make_the_whole(name):
     for path, value in before.items():
         want = value - gradients[path]
         np.testing.assert_allclose(state.trainable[path], want, atol=1e-5 * np.abs(want).max(), err_msg=path)
+
+
+class WithReference(nnx.Module):
+    """Two models in one: the trained one and its reference."""
+
+    def __init__(self, policy, reference):
+        self.policy, self.reference = policy, reference
+
+
+def against_reference(model, batch, key):
+    """`preferred` with the reference computed on the way, not found in the batch."""
+    frozen = model.reference(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
+    head = model.reference.head_weight()
+    scores = nn.token_log_probs(frozen.hidden, head, batch["targets"], temperature=0.8)
+    loss = LOSSES["pairs in a row"]
+    return loss(model.policy, batch | {"reference": scores.log_prob}, key, dtype=jnp.float32, remat="full")
+
+
+class Pairs(tiny.Loader):
+    def __next__(self):
+        super().__next__()
+        return batch(self.next)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 8}])
+def test_a_frozen_reference_beside_the_policy_trains_as_one_in_the_batch(mesh, monkeypatch):
+    monkeypatch.setattr("maxlib.training._trainer.jit_step", tiny.jit_step)
+    score = jax.jit(lambda m, b: against_scores(m, b), compiler_options=tiny.QUICKLY)
+
+    class Referenced(Pairs):
+        def __next__(self):
+            data = super().__next__()
+            return data | {"reference": np.asarray(score(model(), data))}
+
+    layout = None if mesh is None else sharding.Layout(sharding.make_mesh(**mesh), sharding.FSDP)
+    options = {"optimizer": optax.sgd(0.3), "layout": layout}
+    both = WithReference(model(), model())
+    frozen = training.Trainer(
+        both, loader=Pairs(), loss=against_reference, filter=training.trainable_only("policy.*"), **options
+    )
+    loss = LOSSES["pairs in a row"]
+    stored = training.Trainer(model(), loader=Referenced(), loss=loss, dtype=jnp.float32, remat="full", **options)
+    first, _ = frozen.fit(1), stored.fit(1)
+    assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)  # the policy is the reference
+    assert first["grad_norm"] > 1e-2
+    last, want = frozen.fit(3), stored.fit(3)
+    assert last["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert last["margin"] == pytest.approx(want["margin"], abs=1e-6)  # of sums near -50, which float32 holds to 4e-6
+    assert all(path.startswith("policy.") for path in frozen.state.trainable)
+    jax.tree.map(np.testing.assert_array_equal, frozen.model.reference, model())
+    for path, value in stored.state.trainable.items():
+        np.testing.assert_allclose(frozen.state.trainable[f"policy.{path}"], value, atol=1e-5, err_msg=path)
+
+
+def against_scores(model, batch):
+    """Log-probabilities of the targets, for `referenced` batches."""
+    out = model(batch["tokens"], segment_ids=batch["segment_ids"], dtype=jnp.float32)
+    return nn.token_log_probs(out.hidden, model.head_weight(), batch["targets"], temperature=0.8).log_prob
 
 
 @pytest.mark.full
