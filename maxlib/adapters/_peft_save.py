@@ -64,9 +64,11 @@ def save(
         A line for each reader about what it reads, and what it would ignore, which also causes a warning.
 
     Raises:
-        ValueError: when PEFT cannot express the adapters.
+        ValueError: when PEFT cannot express the adapters, or for a `dropout` outside of [0, 1).
         FileExistsError: when the directory exists and `overwrite` is False.
     """
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
     if not adapted(model):
         raise ValueError("the model has no adapters to save; add some with adapters.add")
     one_table = is_tied(model) and is_saved(model.embed.w)  # PEFT has a copy of it at the embedding and at the head

@@ -52,10 +52,11 @@ def load(
     """
     path = storage.absolute(path)
     wanted = Wanted(like, items, groupings, cast)
-    if not storage.steps(path):
+    steps = storage.steps(path)
+    if not steps:
         _check_exists(path)
         return read(path, wanted)
-    steps = reversed(allgather_json(storage.steps(path))[0])  # one list for all hosts
+    steps = reversed(allgather_json(steps)[0])  # one list for all hosts
     return first_undamaged(((step, functools.partial(read, path / str(step), wanted)) for step in steps), path)
 
 

@@ -139,7 +139,7 @@ class Loader:
                 the mesh.
         """
         rows, counted = _rows_of_process(sharding, self._batch_size)
-        self._num_hosts = 1  # that share the rows equally
+        self._num_hosts = 1  # rows follow the mesh: there are no equal shares to check
         if not np.array_equal(rows, self.rows):
             if self.batches:
                 raise ValueError(
@@ -289,7 +289,7 @@ def _equal_share(batch_size: int) -> np.ndarray:
     """Returns this process's rows if all have equally many."""
     import jax
 
-    process, count = jax.process_index(), jax.process_count()
+    process, count = jax.process_index(), _num_processes()
     return np.arange(process * batch_size // count, (process + 1) * batch_size // count)
 
 

@@ -70,7 +70,7 @@ class Fields(pydantic.BaseModel):
             )
         except pydantic.ValidationError as error:
             errors = error.errors(include_url=False, include_input=False)
-            name = str(errors[0]["loc"][0])[:100]
+            name = str((*errors[0]["loc"], "body")[0])[:100]  # names that are no text have no place
             raise BadRequest(
                 f"{name}: {' or '.join(dict.fromkeys(each['msg'] for each in errors[:4]))}", name
             ) from None

@@ -5,7 +5,7 @@ from typing import Any
 
 from maxlib import nn
 from maxlib.models import _qwen_vision as vision
-from maxlib.models._sizes import delta_net_names, every
+from maxlib.models._sizes import by_interval, delta_net_names, every
 from maxlib.weights import Computed, Constant, Field, HFConfig, Ignore, Renamed, Table, Weight, names
 
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
@@ -33,8 +33,11 @@ class StreamSizes:
     end_token: int | None = None
 
 
-def check_ngrams(cfg: StreamSizes) -> None:
-    """Raises ValueError for n-grams without the id that ends a text."""
+def check_ngrams(cfg: Any) -> None:
+    """Raises ValueError for n-grams without the id that ends a text, or in layers that there are not."""
+    if not all(1 <= layer <= cfg.num_layers for layer in cfg.ngram_layers):
+        layers = f"must be from 1 to {cfg.num_layers}, got {cfg.ngram_layers}"
+        raise ValueError(f"ngram_layers (ple_layer_ids) {layers}")
     if cfg.ngram_layers and cfg.end_token is None:
         raise ValueError("end_token (eos_token_id) must be an id, where ngram_layers (ple_layer_ids) has layers")
 
@@ -45,10 +48,8 @@ def usual_types(num_layers: int) -> tuple[str, ...]:
 
 
 def _read_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
-    period = hf.take("full_attention_interval", 4)
-    types = hf.layer_types(c.num_layers, LINEAR, INDEXED, "full_attention") or every(
-        period, c.num_layers, LINEAR, INDEXED
-    )
+    implied = by_interval(LINEAR, INDEXED)(hf, c)
+    types = hf.layer_types(c.num_layers, LINEAR, INDEXED, "full_attention") or implied
     types = tuple(INDEXED if kind == "full_attention" else kind for kind in types)
     return None if types == usual_types(c.num_layers) else types
 

@@ -51,7 +51,8 @@ class AFMoE(TextDecoder):
 
 
 def _read_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
-    period = hf.take("global_attn_every_n_layers", 4)
+    if (period := hf.take("global_attn_every_n_layers", 4)) < 1:
+        raise ValueError(f"{hf.where('global_attn_every_n_layers')} must be at least 1, got {period}.")
     types = hf.layer_types(c.num_layers, FULL, SLIDING) or every(period, c.num_layers, SLIDING, FULL)
     return None if types == every(4, c.num_layers, SLIDING, FULL) else types
 
@@ -77,7 +78,6 @@ FIELDS = Fields(
     | {"num_expert_groups": 1, "num_limited_groups": 1},
     ignored=["load_balance_coeff", "use_grouped_mm"],  # of training, and of how it is computed
     absent={"num_dense": 1, "num_kv_heads": fields.num_heads, "head_dim": 128, "num_shared": 2},
-    null={"num_kv_heads": fields.num_heads},
 )
 
 

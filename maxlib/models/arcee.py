@@ -45,7 +45,6 @@ FIELDS = Fields(
     model_types={"arcee": "ArceeForCausalLM"},
     fixed={"hidden_act": "relu2"},
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

@@ -50,7 +50,6 @@ FIELDS = Fields(
     fixed_if_present={"use_mrope": False, "use_sliding_window": False, "sliding_window": None},
     ignored=["max_window_layers"],  # of windows, which are off
     absent={"head_dim": fields.equal_heads},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

@@ -100,7 +100,6 @@ FIELDS = Fields(
         "enable_lm_head_fp32",
     ),
     absent={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
-    null={"num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
 )
 
 

@@ -46,6 +46,8 @@ class Config(AttentionSizes, DeltaSizes, files.StreamSizes):
         if self.linear_gate not in ("silu", "sigmoid"):
             raise ValueError(f"linear_gate (output_gate_type) must be silu or sigmoid, got {self.linear_gate!r}")
         files.check_ngrams(self)
+        if self.vision is not None and self.vision.deepstack:
+            raise ValueError(f"deepstack (deepstack_visual_indexes) must be empty, got {self.vision.deepstack}")
 
     @property
     def kinds(self) -> list[tuple[str, int | None]]:

@@ -80,8 +80,9 @@ class NgramHash:
     def _digits(self, ids: Int[Array, "B T"], order: int) -> list[Array]:
         """Returns the digits of the product of ids and their factor, the lowest first."""
         ids, carry, digits = ids.astype(jnp.uint32), jnp.zeros(ids.shape, jnp.uint32), []
+        factor = int(self.factors[order])
         for n in range(_LIMBS):
-            carry = carry + ids * np.uint32(int(self.factors[order]) >> (_LIMB * n) & 127)
+            carry = carry + ids * np.uint32(factor >> (_LIMB * n) & 127)
             digits.append(carry & 127)
             carry = carry >> _LIMB
         return digits

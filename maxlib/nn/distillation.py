@@ -1,6 +1,7 @@
 """Comparisons of two models' predictions on the current mesh, divided by `_head.head_split`.
 
-Shapes: B rows, T tokens, D and E widths, C numbers of a hidden state (the first D count), V vocabulary, K candidates.
+Shapes: B rows, T tokens, D and E widths, C and G numbers of a hidden state (the first D
+or E count), V vocabulary, K candidates.
 """
 
 import jax
@@ -16,7 +17,7 @@ _WIDE = (*_ROWS, None)
 def token_divergence(
     hidden: Float[Array, "B T C"],
     head_weight: Float[Array, "V D"],
-    teacher_hidden: Float[Array, "B T E"],
+    teacher_hidden: Float[Array, "B T G"],
     teacher_weight: Float[Array, "U E"],
     where: Bool[Array, "B T"],
     *,
@@ -50,6 +51,8 @@ def token_divergence(
         return ops.fused_linear_divergence(hidden, weight, teacher_hidden, teacher_weight, **rest, **options)
 
     check_vocabulary(head_weight, teacher_weight)
+    # [B, T, G] -> [B, T, E]: streams of residuals may follow what the head reads.
+    teacher_hidden = teacher_hidden[..., : teacher_weight.shape[1]]
     teacher_hidden, teacher_weight = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
     others = teacher_hidden, teacher_weight.astype(teacher_hidden.dtype), where
     names = _WIDE, ("vocab", None), _ROWS

@@ -146,14 +146,16 @@ def simulate_goodput(
         cluster: The hosts, their failures and what they cost.
         intervals: Seconds of training between saves, one for each tier; infinity for a tier that is not used.
         days: Wall time to simulate.
-        seed: Seed of the failures.
+        seed: Seed of the failures, and of which tiers they leave.
         failures: Seconds from the start of the run to each failure, rising, such as those of a log of incidents. The
-            default draws them independently of each other with the cluster's mean. They matter where restarts take
-            a large part of the time: random failures often hit a restart, where they cost less.
+            default draws them independently of each other with the cluster's mean. A log
+            matters where restarts take much of the time: random failures often hit a restart, where they cost less.
 
     Raises:
-        ValueError: when there is not a positive interval for each tier.
+        ValueError: when there is not a positive interval for each tier, or failures do not rise.
     """
+    if failures is not None and list(failures) != sorted(failures):
+        raise ValueError("failures must be rising times in seconds")
     if len(intervals) != len(cluster.tiers) or not all(interval > 0 for interval in intervals):
         raise ValueError(f"there must be a positive interval for each of {len(cluster.tiers)} tiers, got {intervals}")
     random, end, mean = np.random.default_rng(seed), 86_400 * days, cluster.mean_time_between_failures

@@ -109,7 +109,9 @@ def _rules_that_divide(model: Any, name: str) -> list[Rule]:
     }
     left = [path for path, is_divided in divided.items() if not is_divided]
     if left and len(left) == len(divided):
-        raise ValueError(f"groups must divide the last dimension of a matrix; got {format}, which fits none of {left}")
+        raise ValueError(
+            f"groups must divide the last dimension of a matrix; got {format}, which fits none of {left}: pass a smaller group"
+        )
     if left:
         warnings.warn(
             f"these matrices stay in full precision, because their last dimension is not a multiple of the group of "

@@ -45,6 +45,8 @@ class _HeadFields:
     labels: int | None = None
 
     def __getattr__(self, name: str) -> Any:
+        if name == "fields":  # a copy that is being made has none yet
+            raise AttributeError(name)
         return getattr(self.fields, name)
 
     def write(self, cfg: Any) -> dict[str, Any]:

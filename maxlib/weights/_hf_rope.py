@@ -79,7 +79,7 @@ class RopeSpelling:
         default_theta: Base of a config without `rope_theta`.
         default_length: Length of a config without `max_position_embeddings`.
         default_fraction: Fraction of the head that a config without `partial_rotary_factor` rotates.
-        default_scaling: Scaling of a config without any field of a rope but its length.
+        default_scaling: Scaling of a config without `rope_scaling` whose `rope_parameters` are absent or null.
     """
 
     interleaved: bool = False
@@ -110,7 +110,8 @@ class RopeSpelling:
         limit = fields.take(LIMIT, self.default_length, kind=int)
         try:
             scaling = _scaling(kind, spelled, limit, fraction)
-            if not any(name in fields for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+            stated = fields.take("rope_parameters", None, kind=dict) or "rope_scaling" in fields
+            if self.default_scaling is not None and not stated:
                 scaling = self.default_scaling
             dim = head_dim if kind == "proportional" else int(head_dim * fraction)
             return Rope(dim, theta, scaling, self.interleaved, _reach(scaling, limit))

@@ -248,6 +248,7 @@ GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
         (400, {"json": GOOD | {"logit_bias": {"9999": 1}}}),
         (400, {"json": GOOD | {"unheard_of": 1}}),
         (400, {"content": b'{"model": "tiny", "prompt": "\\ud800"}'}),
+        (400, {"content": b'{"model": "tiny", "prompt": "x", "\\ud800": 1}'}),
         (400, {"json": {"model": "tiny", "messages": []}, "path": "/v1/chat/completions"}),
         (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                "path": "/v1/chat/completions"}),

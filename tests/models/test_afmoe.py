@@ -42,6 +42,4 @@ class TestAFMoE(Conformance):
     }
     refused = Conformance.refused | {"attention_bias": True, "score_func": "softmax", "n_group": 2}
     windows = {"scaled": {SEQ, 5}, "unscaled_tied": {SEQ, 5}}
-    presets = {"trinity-mini": 26.124}
-    depths = (8, 12)
     rules = Conformance.rules | {"expert": "data"}

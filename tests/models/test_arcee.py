@@ -19,4 +19,3 @@ class TestArcee(Conformance):
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     refused = {"hidden_act": "silu", "attn_logit_softcapping": 50.0}
-    presets = {"afm-4.5b": 4.62}

@@ -21,4 +21,3 @@ class TestHunyuan(Conformance):
     }
     matters = {"rms_norm_eps": 0.1, "rope_parameters.alpha": 2.0}
     refused = Conformance.refused | {"use_qk_norm": False, "use_cla": True, "num_experts": 4}
-    presets = {"hunyuan-7b": 7.505}

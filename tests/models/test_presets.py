@@ -34,3 +34,12 @@ def test_presets_have_the_published_size(family):
 
 def test_every_preset_has_a_published_size():
     assert BILLIONS.keys() == {name for family in families() for name in family.presets}
+
+
+@pytest.mark.parametrize("name", ["apertus", "cwm", "gpt_oss"])
+def test_a_base_alone_keeps_the_released_scaling(name):
+    """As transformers reads it; only `rope_parameters` or `rope_scaling` say otherwise."""
+    (family,) = (family for family in families() if family.name == name)
+    cfg = next(iter(family.presets.values()))
+    config = {k: v for k, v in family.fields.write(cfg).items() if k not in ("rope_parameters", "rope_scaling")}
+    assert "rope_theta" in config and family.fields.read(HFConfig(json.loads(json.dumps(config)))) == cfg

@@ -98,8 +98,6 @@ class TestQwen4Exp(Conformance):
     # Tokens, and heads, widths of states, rows and inputs of the convolution of n-grams.
     windows = {"every_kind": {SEQ, 2, 4, 8, 9}, "longer_ngrams": {SEQ, 2, 4, 8}}
     rules = Conformance.rules | {"expert": "data", "embed": None}  # three parts of a table do not divide
-    presets = {"qwen3.8-flash-next": 177.393}
-    depths = None
 
     def test_export_is_what_was_read(self, name, made, tmp_path):
         """And what follows from the config."""
@@ -130,7 +128,6 @@ class TestQwen4ExpImages(ImageConformance):
     cases = {"images": {}}
     matters = {"text_config.rope_parameters": ROPE | {"mrope_section": [3, 1, 0]}}
     refused = {"vision_config.hidden_act": "gelu", "vision_config.out_hidden_size": 24}
-    test_presets_have_the_published_size = None  # of text, above
     test_export_is_what_was_read = TestQwen4Exp.test_export_is_what_was_read
 
 

@@ -11,7 +11,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn.attention._indexer import Index, PoolIndexer, fix
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import RMSNorm
-from maxlib.ops import MRope, Rope, apply_rope
+from maxlib.ops import MRope, Rope
 
 
 class BlockIndexer(PoolIndexer):
@@ -74,10 +74,3 @@ class BlockIndexer(PoolIndexer):
         q = self._rotate(self.q_norm(self.q(x)), ctx)
         weight = jnp.full(q.shape[:3], self.dim**-0.5, jnp.promote_types(x.dtype, jnp.float32))
         return Index(q, weight, blocks)
-
-    def _rotate(self, x: Array, ctx: Context) -> Array:
-        return self._turned(x, *ctx.rotary(self.rope))
-
-    def _turned(self, x: Float[Array, "B T N Hi"], cos: Array, sin: Array) -> Float[Array, "B T N Hi"]:
-        turned, rest = jnp.split(x, [self.rope.dim], axis=-1)
-        return jnp.concatenate([apply_rope(turned, cos, sin, interleaved=self.rope.interleaved), rest], axis=-1)

@@ -19,7 +19,7 @@ from maxlib.nn.attention._indexer import chosen_mask
 from maxlib.nn.cache import LayerCache, put_rows
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.remat import mark_heads
-from maxlib.ops import MRope
+from maxlib.ops import MRope, Rope
 
 
 @pytree
@@ -63,9 +63,13 @@ class BlockSparseAttention(Attention):
         index_dim: Width of index queries and keys.
         top_k: Keys of the blocks that a query attends to.
         block: Tokens of a block, which divides `top_k`.
+        rope: Rotation of queries and keys, and of those of the indexer.
         norm_eps: Epsilon of the indexer's norms.
         rngs: Source of initial values.
-        **options: Those of `Attention`; `rope` is a rotation.
+        **options: Those of `Attention` but `mask`, which is causal.
+
+    Raises:
+        ValueError: when `block` does not divide `top_k`; as for `Attention`.
     """
 
     reorderable: ClassVar[bool] = False
@@ -81,11 +85,12 @@ class BlockSparseAttention(Attention):
         index_dim: int,
         top_k: int,
         block: int,
+        rope: Rope | MRope,
         norm_eps: float = 1e-6,
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        super().__init__(dim, **options, rngs=rngs)
+        super().__init__(dim, rope=rope, **options, rngs=rngs)
         if top_k % block:
             raise ValueError(f"block must divide top_k, got {block} and {top_k}")
         self.indexer = BlockIndexer(
@@ -94,7 +99,7 @@ class BlockSparseAttention(Attention):
             head_dim=index_dim,
             top_k=top_k // block,
             block=block,
-            rope=options["rope"],
+            rope=rope,
             norm_eps=norm_eps,
             rngs=rngs,
         )
@@ -122,6 +127,7 @@ class BlockSparseAttention(Attention):
             tokens.k.astype(q.dtype),
             tokens.v.astype(q.dtype),
             *bounds,
+            None if self.sinks is None else self.sinks[...],
             bias=bias,
             scale=self.scale,
             softcap=self.softcap,
@@ -143,7 +149,8 @@ class BlockSparseAttention(Attention):
         heads = (batch, capacity, self.num_kv_heads, self.head_dim)
         index = jnp.zeros((batch, capacity, self.indexer.dim), dtype)
         positions = jnp.zeros((batch, capacity, 3 if isinstance(self.rope, MRope) else 1), jnp.int32)
-        return IndexedCache(jnp.zeros(heads, dtype), jnp.zeros(heads, dtype), index, positions)
+        values = jnp.zeros((*heads[:3], self.v_dim), dtype)
+        return IndexedCache(jnp.zeros(heads, dtype), values, index, positions)
 
     @property
     def kind(self) -> str:

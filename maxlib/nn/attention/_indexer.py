@@ -146,10 +146,12 @@ class Indexer(nnx.Module):
 
     def _rotate(self, x: Array, ctx: Context) -> Array:
         """Rotates the first numbers of each head, `B T N Hi`."""
+        return self._turned(x, *ctx.rotary(self.rope))
+
+    def _turned(self, x: Array, cos: Array, sin: Array) -> Array:
         # [B, T, N, Hi] -> the part that knows its position, and the rest.
         turned, rest = jnp.split(x, [self.rope.dim], axis=-1)
-        turned = apply_rope(turned, *ctx.rotary(self.rope), interleaved=self.rope.interleaved)
-        return jnp.concatenate([turned, rest], axis=-1)
+        return jnp.concatenate([apply_rope(turned, cos, sin, interleaved=self.rope.interleaved), rest], axis=-1)
 
 
 class LightningIndexer(Indexer):

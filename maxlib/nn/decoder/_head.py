@@ -149,9 +149,8 @@ def head_split(hidden: Any, weight: tuple[int, ...]) -> HeadSplit:
     gathered = tuple(axis for axis in layout.mesh_axes("embed") if axis in batch and axis not in vocab)
     left = tuple(axis for axis in batch if axis not in gathered)
     width = hidden.dtype.itemsize
-    rows = (
-        2 * width * math.prod(hidden.shape[:-1]) * weight[1] / parts(left)
-    )  # bytes of the rows, and of their gradients
+    # Bytes of the rows, and of their gradients.
+    rows = 2 * width * math.prod(hidden.shape[:-1]) * weight[1] / parts(left)
     weights = (width + 4) * math.prod(weight) / parts(vocab)  # the head, and its gradient in float32
     # Gather whichever has fewer bytes; the vocabulary must divide over the devices.
     if not gathered or rows >= weights or weight[0] % parts(vocab + gathered):

@@ -116,7 +116,7 @@ def padded(experts: Int[Array, "M X"], valid: Bool[Array, " M"], num_experts: in
     first = jnp.cumsum(counts) - counts
     rank = row_of_choice.reshape(experts.shape) - first[experts]
     size = num_experts * capacity
-    # Row of a choice: the first row of its expert plus its rank; `size` if it does not fit.
+    # Row of a choice: the first row of its expert plus its rank; `size` for a choice of padding.
     row_of_choice = jnp.where(valid[:, None] & (rank < capacity), experts * capacity + rank, size)
     empty = jnp.full(size, experts.size, jnp.int32)
     # Inverse of `row_of_choice`: scatters the number of each choice into its row; rows beyond the end are dropped.

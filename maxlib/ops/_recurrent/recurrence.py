@@ -99,7 +99,7 @@ def recurrent_op(
     Decoding has one or a few tokens at a time, so a chunk would be mostly padding: "sequential" comes first there.
 
     Args:
-        name: Name of the operation in `maxlib.ops`.
+        name: Name of the operation in errors and warnings.
         jax_linear_attention: Kernels of that package.
         refuses: Function of a call that returns why these cannot run it, or None.
         chunked: The form in matmuls.
