@@ -132,11 +132,11 @@ def _round_operands(site: Any, format: Format, path: str) -> Any:
             f"{path}: the last dimension of its weight {site.w.shape} must be a multiple of the group; got {format}. Exclude "
             "it by a rule, or pass a Format with a smaller group"
         )
-    _check_plain(site, path)
+    check_plain(site, path)
     return sites.replace(site, matmul=Quantized(format))
 
 
-def _check_plain(site: Any, path: str) -> None:
+def check_plain(site: Any, path: str) -> None:
     """Raises ValueError if a layer has an adapter, which a new matmul would drop."""
     if isinstance(getattr(site, "matmul", None), nn.matmul.LowRank):
         raise ValueError(f"{path} has an adapter: change the model's precision first, then add adapters to it")
@@ -151,7 +151,7 @@ def store(site: Any, format: Format, path: str) -> Any:
             f"{path}: blocks, nvfp4 and mxfp4 are for training; with rounded activations, stored weights must be of 8 bits "
             f"without groups. Got {format}"
         )
-    _check_plain(site, path)
+    check_plain(site, path)
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         raise ValueError(f"{path} is already quantized; start from the model in full precision")
     w = site.w[...]
@@ -181,7 +181,7 @@ def divides(format: Format, w: Any) -> bool:
 
 def _restored(site: Any) -> Any:
     """Returns a layer with a plain weight and a plain matmul."""
-    _check_plain(site, "the layer")
+    check_plain(site, "the layer")
     if isinstance(site.w, nn.quantized.QuantizedWeight):
         site = sites.replace(site, w=site.w.restored())
     return site if isinstance(site, nn.Embed) else sites.replace(site, matmul=nn.matmul.PlainMatmul())

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxlib import nn, ops
 from maxlib.nn import sites
+from maxlib.quantization._apply import check_plain
 
 Model = TypeVar("Model")
 
@@ -118,6 +119,7 @@ def _run(layer: Any, state: Any, i: int) -> Any:
 
 
 def _recording(path: str, site: Any) -> Any:
+    check_plain(site, path)
     return site if isinstance(site, nn.Embed) else sites.replace(site, matmul=_Recorder(path))
 
 

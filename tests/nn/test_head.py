@@ -120,3 +120,12 @@ def test_a_compiled_step_never_holds_all_logits():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 64 * part + 4 * part * D + 8 * 4 * 256 * D)
     assert 4 * (4 * 64 * part + 4 * part * D + 8 * 4 * 256 * D) < 4 * 4 * 256 * part
     assert f"[{V},{D}]" not in compiled.as_text()
+
+
+def test_streams_behind_a_teachers_hidden_state_do_not_count():
+    hidden, teacher = jax.random.normal(jax.random.key(0), (2, 1, 4, 6))
+    weight, others = jax.random.normal(jax.random.key(1), (2, 8, 6))
+    where = jnp.ones((1, 4), bool)
+    wide = jnp.concatenate([teacher, 9 * teacher], axis=-1)
+    plain, behind = (nn.distillation.token_divergence(hidden, weight, t, others, where) for t in (teacher, wide))
+    np.testing.assert_array_equal(plain, behind)

@@ -9,7 +9,7 @@ from flax import nnx
 from qwix.contrib import awq_core, gptq_core
 
 import maxlib
-from maxlib import nn, ops, quantization
+from maxlib import adapters, nn, ops, quantization
 from maxlib.models import llama, mixtral, olmo2
 from maxlib.quantization import _gptq, _scales
 from maxlib.quantization._gptq import _rounded
@@ -199,3 +199,11 @@ def test_formats_and_rules_are_checked(dense):
         quantization.gptq(dense, [])
     with pytest.raises(ValueError, match=r"strength must be in \[0, 1\], got 2"):
         quantization.smoothquant(dense, [TOKENS], strength=2)
+
+
+def test_a_model_with_adapters_is_refused(dense):
+    """Scales and rotations would change the weight, and not the adapter beside it."""
+    adapted = adapters.add(dense, adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(0))
+    for calibrate in (quantization.awq, quantization.gptq):
+        with pytest.raises(ValueError, match="has an adapter"):
+            calibrate(adapted, [np.zeros((1, 8), np.int32)], "int8")
