@@ -97,3 +97,14 @@ def test_every_scaling_alone(pair, family, kind, name, capacity):
     theirs, ours = pair(family, kind)
     (row,) = prompts(name)
     assert ours.generate([row], max_new_tokens=NEW, capacity=capacity) == [by_transformers(theirs, row)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("Llama", kind) for kind in SCALINGS), ("Phi3", "longrope"), ("Qwen2", "dynamic")]
+)
+def test_every_scaling_mixed(pair, family, kind):
+    theirs, ours = pair(family, kind)
+    for names in (["below", "beyond"], ["across", "at", "switch"], [*reversed(LENGTHS)]):
+        rows = prompts(*names)
+        assert ours.generate(rows, max_new_tokens=NEW) == [by_transformers(theirs, row) for row in rows]
