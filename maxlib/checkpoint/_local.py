@@ -203,9 +203,23 @@ class _Source:
         return restore.StepRecords(header["manifest"]["items"], header["meta"], header["data"])
 
     def load(self, item: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Reads leaves to their shardings, or to numpy arrays without one; on all hosts, or on none."""
+        """Reads leaves to their shardings, or to numpy arrays without one; on all hosts, or on none.
+
+        Raises DamagedError with the leaves of which a shard is intact on no host.
+        """
+        leaves: dict[str, Any] = {}
+        errors: dict[str, OSError] = {}
         with distributed.raise_on_all("reading a checkpoint"):
-            return {name: self._leaf(item, name, leaf) for name, leaf in abstract.items()}
+            for name, leaf in abstract.items():
+                try:
+                    leaves[name] = self._leaf(item, name, leaf)
+                except OSError as error:
+                    errors[name] = error
+        unreadable = sorted({name for names in distributed.allgather_json([*errors]) for name in names})
+        if unreadable:
+            cause = next(iter(errors.values()), None)
+            raise restore.damaged_step(self.directory, [f"{item}: {name}" for name in unreadable]) from cause
+        return leaves
 
     def _leaf(self, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> Any:
         if leaf.sharding is None:

@@ -176,7 +176,7 @@ def open_step(directory: epath.Path) -> StepRecords:
             if any(map(records.is_stored, entries.values())) and not (directory / item).is_dir():
                 bad.append(f"{item}: missing entirely")
     if bad:
-        raise _damaged(directory, bad)
+        raise damaged_step(directory, bad)
     return StepRecords(contents["manifest"]["items"], contents["meta"], contents["data"])
 
 
@@ -194,7 +194,10 @@ class Source(Protocol):
         ...
 
     def load(self, item: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Reads leaves to their shardings, on all hosts or on none; to numpy if there is none."""
+        """Reads leaves to their shardings, on all hosts or on none; to numpy if there is none.
+
+        Raises DamagedError, the same on all hosts, when it knows which leaves cannot be read.
+        """
         ...
 
 
@@ -237,7 +240,7 @@ def _open_everywhere(source: Source) -> StepRecords:
         with raise_on_all("reading its records"):
             return source.open()
     except PeerError as error:
-        raise _damaged(source.directory, [f"seen on another host: {error}"]) from error
+        raise damaged_step(source.directory, [f"seen on another host: {error}"]) from error
 
 
 def _read_item(source: Source, item: str, stored: StepRecords, like: Any, wanted: Wanted) -> dict[str, Any]:
@@ -279,6 +282,8 @@ def _load(source: Source, item: str, entries: dict, shardings: dict[str, Any]) -
     want = {n: records.abstract(e, shardings.get(n)) for n, e in entries.items() if records.is_stored(e)}
     try:
         leaves = source.load(item, want)
+    except DamagedError:
+        raise
     except Exception:
         bad = [name for name, leaf in want.items() if not _is_readable(source, item, name, leaf)]
         if not anywhere(bad):
@@ -288,7 +293,7 @@ def _load(source: Source, item: str, entries: dict, shardings: dict[str, Any]) -
         if not anywhere(bad):
             empty = {n: np.zeros(e["shape"], records.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
             return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
-    raise _damaged(source.directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
+    raise damaged_step(source.directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
 
 
 def _is_readable(source: Source, item: str, name: str, leaf: jax.ShapeDtypeStruct) -> bool:
@@ -375,7 +380,8 @@ def _check_format(directory: epath.Path, manifest: dict[str, Any]) -> None:
         )
 
 
-def _damaged(directory: epath.Path, leaves: list[str]) -> DamagedError:
+def damaged_step(directory: epath.Path, leaves: list[str]) -> DamagedError:
+    """Returns the error that names these leaves of a step."""
     step = int(directory.name) if directory.name.isdecimal() else None
     what = f"Step {step} in {directory.parent}" if step is not None else f"The checkpoint {directory}"
     return DamagedError(

@@ -12,7 +12,6 @@ from maxlib.checkpoint._local import Local
 from maxlib.checkpoint._restore import first_undamaged
 
 _log = logging.getLogger(__name__)
-Tier = Checkpointer | Local
 
 
 class Tiers:
@@ -24,11 +23,11 @@ class Tiers:
     directory of a `Checkpointer` must be one that all of them share; that of a `Local` is on each host.
     """
 
-    def __init__(self, *tiers: Tier):
+    def __init__(self, *tiers: Checkpointer | Local):
         if not tiers:
             raise ValueError("Tiers needs at least one Checkpointer.")
         self.tiers = tiers
-        self._due: tuple[int, list[Tier]] | None = None
+        self._due: tuple[int, list[Checkpointer | Local]] | None = None
 
     def __enter__(self) -> "Tiers":
         return self

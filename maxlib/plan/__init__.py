@@ -8,7 +8,6 @@ from maxlib.plan._api import plan as plan
 from maxlib.plan._goodput import Cluster as Cluster
 from maxlib.plan._goodput import Goodput as Goodput
 from maxlib.plan._goodput import Tier as Tier
-from maxlib.plan._goodput import expected_goodput as expected_goodput
 from maxlib.plan._goodput import simulate_goodput as simulate_goodput
 from maxlib.plan._job import Job as Job
 from maxlib.plan._report import Plan as Plan

@@ -1,4 +1,4 @@
-"""What failures cost a long run: goodput from rates of failure, saves and restarts (Young 1974; Daly 2006)."""
+"""What failures cost a long run: goodput from rates of failure, saves and restarts (Young 1974)."""
 
 import dataclasses
 import math
@@ -110,26 +110,6 @@ class Goodput:
         names = ("useful", "lost", "saving", "restarting", "straggling")
         shares = ", ".join(f"{name} {100 * getattr(self, name):.1f} %" for name in names)
         return f"{self.days:.1f} days with {self.failures} failures: {shares}"
-
-
-def expected_goodput(cluster: Cluster, interval: float) -> float:
-    """Returns the expected goodput with one tier, in closed form (Daly 2006).
-
-    Failures are exponential with mean M, so `interval` seconds of training and a save take
-    M e^(R / M) (e^((interval + save) / M) - 1) seconds, R a restart with its restore.
-
-    Args:
-        cluster: A cluster with one tier.
-        interval: Seconds of training between saves.
-
-    Raises:
-        ValueError: when there are several tiers, for which `simulate_goodput` stands.
-    """
-    if len(cluster.tiers) != 1:
-        raise ValueError(f"the closed form has one tier, got {len(cluster.tiers)}: use simulate_goodput")
-    (tier,), mean = cluster.tiers, cluster.mean_time_between_failures
-    restart = math.exp((cluster.restart + tier.restore) / mean)
-    return interval / cluster.straggling / (mean * restart * math.expm1((interval + tier.save) / mean))
 
 
 def simulate_goodput(

@@ -80,6 +80,28 @@ def test_a_damaged_step_is_refused_and_the_next_tier_is_read(tmp_path, damage):
         assert tiers.restore(like={"params": params})["meta"]["step"] == 2
 
 
+def test_unreadable_leaves_are_named_by_the_first_reading(tmp_path, monkeypatch):
+    params = {name: placed(np.arange(64, dtype=np.float32).reshape(8, 8), "a", "b") for name in ("v", "w")}
+    with Local(tmp_path, every=1) as local:
+        local.save(1, {"params": params})
+        local.wait()
+        flip_last(next(tmp_path.glob("1-*/*")))  # the last shard is of w
+        reads = []
+        monkeypatch.setattr(local._store, "read_here", count_reads(local._store.read_here, reads))
+        with pytest.raises(DamagedError) as error:
+            local.restore(1, like={"params": params})
+        assert error.value.leaves == ("params: w",) and error.value.__cause__ is not None
+        assert len(reads) <= 2 + 2 * 8  # the header, and each shard once
+
+
+def count_reads(read, reads: list[int]):
+    def counted(part, start, size):
+        reads.append(start)
+        return read(part, start, size)
+
+    return counted
+
+
 def flip_last(file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -4,6 +4,10 @@ undisturbed run.
 `nox -s chaos` or `python -m tests.training.chaos --faults 60 --period 30 --processes 4 --draw docs/chaos.png`. Nothing
 that was finished may be lost, the final parameters, moments and places in the data must be those of the untouched run,
 bit for bit, and a fault that stops the run must be said within a minute.
+
+`--costs FILE` writes what faults cost into the file. Given a file of an earlier run, it first prints the goodput that
+`plan.simulate_goodput` predicts from them for the faults to come: `--seed 1 --faults 11 --costs costs.json`, and then
+the same with `--seed 2 --faults 22`.
 """
 
 import argparse
@@ -247,6 +251,43 @@ def wait_for(done: Callable[[], bool], seconds: float, run: Run, what: str) -> N
         time.sleep(0.1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds that a run needed: measured in one run, they predict another.
+
+    Attributes:
+        step: Median of a step.
+        running: Of a kept step while the run goes on, with waits for saves and faults that do not stop it.
+        restarts: From a fault that stops the run to its next step, by kind: to notice it, to start processes that share
+            the machine's cores, to compile and to restore.
+    """
+
+    step: float
+    running: float
+    restarts: dict[str, float]
+
+    def goodput(self, names: list[str], period: float) -> float:
+        """Returns the goodput that `plan.simulate_goodput` predicts for these faults, one every `period` seconds."""
+        now, failures, restarts = 0.0, [], []
+        for number, name in enumerate(names, 1):
+            now = max(now, number * period)
+            if name in self.restarts:
+                failures.append(now)
+                restarts.append(self.restarts[name])
+                now += restarts[-1]
+        far = sum(name in ("truncated", "flipped") for name in names)  # no near checkpoint is left
+        cluster = plan.Cluster(
+            hosts=1,
+            hours_between_failures=period / 3600,  # not used: the times are known
+            restart=mean(restarts),
+            tiers=[plan.Tier(save=0, restore=0, survives=1 - far / len(failures)), plan.Tier(save=0, restore=0)],
+            straggling=self.running / self.step,
+        )
+        intervals = [chaotic.NEAR * self.running, 2 * chaotic.EVERY * self.running]  # the newest far one is damaged
+        days = max(now, (len(names) + 1) * period) / 86_400
+        return plan.simulate_goodput(cluster, intervals, days=days, failures=failures).useful
+
+
 @dataclasses.dataclass
 class Result:
     """Result of the run."""
@@ -255,7 +296,24 @@ class Result:
     progress: list[tuple[float, int]]
     wall: float
     pace: tuple[float, float]  # median seconds of a step: untouched, and between faults
-    goodput: tuple[float, float] | None  # of `goodputs`; None for a few faults
+
+    def goodput(self) -> float:
+        """The share of the time in steps that were kept."""
+        (begin, first), (end, last) = self.progress[0], self.progress[-1]
+        return (last - first) * self.pace[1] / (end - begin)
+
+    def costs(self) -> "Costs":
+        """What faults and steps cost here."""
+        (begin, first), (end, last) = self.progress[0], self.progress[-1]
+        stops = [fault for fault in self.faults if fault.restarted]
+        # A fault is over after a new step.
+        running = (end - begin - sum(fault.lost for fault in stops)) / (last - first - len(stops))
+        names = {fault.name for fault in stops}
+        restarts = {
+            name: mean(fault.lost - (fault.again + 1) * running for fault in stops if fault.name == name)
+            for name in names
+        }
+        return Costs(self.pace[1], running, restarts)
 
     def __str__(self) -> str:
         rows = [f"{'fault':14}{'times':>6}{'restarts':>9}{'seconds lost, median':>22}{'most':>8}"]
@@ -272,30 +330,36 @@ class Result:
         rows.append(
             f"{100 * steps / (steps + again):.1f} % of the steps were useful: {again} of {steps} were done again"
         )
-        if self.goodput is not None:
-            measured, simulated = self.goodput
-            rows.append(f"goodput around every other fault {100 * measured:.1f} %, simulated {100 * simulated:.1f} %")
+        rows.append(f"goodput {100 * self.goodput():.1f} %")
         return "\n".join(rows)
 
 
 def chaos(
     directory: Path, names: list[str], *, processes: int, period: float, pause: float = 0.05, seed: int = 0
 ) -> Result:
-    """Injects the faults into a run, one every `period` seconds, or later while the run is still getting over the last.
+    """Injects the faults into a run, one every `period` seconds, or later while the run is still getting over the last;
+    the run goes on for a period after the last fault.
 
     Raises AssertionError if the run ends differently from the undisturbed one.
     """
-    rng, progress, faults, begin = random.Random(seed), [], [], time.monotonic()
+    rng, progress, faults = random.Random(seed), [], []
     with running(Run(directory / "chaos", processes, pause)) as run:
         wait_for(run.notes, 60, run, "the first start")
+        wait_for(lambda: len(steps(run.directory)) > 1, 240, run, "a save")
+        begin = time.monotonic()
+
+        def watch(until: float) -> None:
+            while time.monotonic() < begin + until:
+                progress.append((time.monotonic() - begin, run.step))
+                time.sleep(0.2)
+            progress.append((time.monotonic() - begin, run.step))
+
         for number, name in enumerate(names, 1):
             reached = run.step
             wait_for(lambda reached=reached: run.step > reached and len(steps(run.directory)) > 1, 240, run, "a save")
-            while time.monotonic() < begin + number * period:
-                progress.append((time.monotonic() - begin, run.step))
-                time.sleep(0.2)
+            watch(number * period)
             faults.append(throw(run, name, rng, begin))
-            progress.append((time.monotonic() - begin, run.step))
+        watch((len(names) + 1) * period)
         last = end_after(run.directory, run.step + chaotic.CHUNK)
         assert run.wait(240) == 0, run.text()[-5000:]
         said = [(at - begin, line) for at, line in run.said]
@@ -306,64 +370,7 @@ def chaos(
     with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
         assert untouched.wait(1800) == 0, untouched.text()[-5000:]
     pace = compare(directory / "chaos", directory / "untouched", processes, last)
-    goodput = goodputs(directory / "chaos", faults, progress) if len(faults) > 2 * len(FAULTS) else None
-    return Result(faults, progress, wall, pace, goodput)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cycle:
-    """The time from the end of one fault to the end of the next, `fault`, in seconds, and the steps kept in it."""
-
-    fault: Fault
-    begin: float
-    steps: range
-
-    @property
-    def seconds(self) -> float:
-        return self.fault.at + self.fault.lost - self.begin
-
-
-def goodputs(directory: Path, faults: list[Fault], progress: list[tuple[float, int]]) -> tuple[float, float]:
-    """Returns the share of the time in steps that were kept around every other fault of each kind, and
-    what `plan.simulate_goodput` says it should be from measurements around the others.
-
-    Measured are, there: how long each kind of fault stops the run (to notice it, to start processes that share the
-    machine's cores, to compile and to restore), and the seconds of a step while the run goes on, with waits for saves
-    and with the faults that do not stop it. When faults came, and of which kind, is that of the run.
-    """
-    begin, first = progress[0]
-    known, others = [], []
-    for number, fault in enumerate(faults):
-        at, step = next(point for point in progress if point[0] >= fault.at + fault.lost)
-        before = sum(other.name == fault.name for other in faults[:number])
-        (others if before % 2 else known).append(Cycle(fault, begin, range(first + 1, step + 1)))
-        begin, first = at, step
-    seconds = {row["step"]: row["seconds"] for row in read_jsonl(directory / "metrics.jsonl") if "seconds" in row}
-    pace = median(seconds[step] for cycle in known + others for step in cycle.steps if step in seconds)
-    stops = [cycle.fault for cycle in known if cycle.fault.restarted]
-    kept = sum(len(cycle.steps) for cycle in known)
-    running = (sum(cycle.seconds for cycle in known) - sum(fault.lost for fault in stops)) / (kept - len(stops))
-    cost = {fault.name: [] for fault in faults}
-    for fault in stops:
-        cost[fault.name].append(fault.lost - (fault.again + 1) * running)
-    usual = mean(seconds for costs in cost.values() for seconds in costs)
-    now, failures, restarts, far = 0.0, [], [], 0
-    for cycle in others:
-        if cycle.fault.restarted:
-            failures.append(now + cycle.fault.at - cycle.begin)
-            restarts.append(mean(cost[cycle.fault.name] or [usual]))
-            far += cycle.fault.name in ("truncated", "flipped")  # no near checkpoint is left
-        now += cycle.seconds
-    cluster = plan.Cluster(
-        hosts=1,
-        hours_between_failures=now / len(failures) / 3600,
-        restart=mean(restarts),
-        tiers=[plan.Tier(save=0, restore=0, survives=1 - far / len(failures)), plan.Tier(save=0, restore=0)],
-        straggling=running / pace,
-    )
-    intervals = [chaotic.NEAR * running, 2 * chaotic.EVERY * running]  # the newest far checkpoint is damaged
-    simulated = plan.simulate_goodput(cluster, intervals, days=now / 86_400, failures=failures)
-    return sum(len(cycle.steps) for cycle in others) * pace / now, simulated.useful
+    return Result(faults, progress, wall, pace)
 
 
 @contextlib.contextmanager
@@ -430,12 +437,19 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="default: a temporary one, which stays only after an error")
+    parser.add_argument("--costs", type=Path, help="file of costs: written, or predicted from if it exists")
     parser.add_argument("--draw", type=Path)
     args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp(prefix="maxlib-chaos-"))
     names = choose(args.faults, args.processes, random.Random(args.seed))
+    known = args.costs is not None and args.costs.exists()
+    if known:
+        costs = Costs(**json.loads(args.costs.read_text()))
+        print(f"goodput simulated before the run: {100 * costs.goodput(names, args.period):.1f} %", flush=True)
     result = chaos(directory, names, processes=args.processes, period=args.period, seed=args.seed)
     print(result)
+    if args.costs is not None and not known:
+        args.costs.write_text(json.dumps(dataclasses.asdict(result.costs())))
     if args.draw:
         draw(result, args.draw)
     if args.directory is None:
