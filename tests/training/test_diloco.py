@@ -65,6 +65,22 @@ def test_meeting_at_every_step_is_data_parallelism(model):
     assert_equal(state.trainable, plain.trainable, atol=1e-6)
 
 
+def test_averaged_moments_are_those_of_data_parallelism(model):
+    """A trace is linear in the gradients: its mean over replicas is the trace of the mean gradient."""
+    optimizer, data = optax.sgd(RATE, momentum=0.9), batches(2)
+    diloco = training.DiLoCo(replicas=4, every=1, outer=PLAIN, average_moments=True)
+    state, _ = run(diloco, model, data, optimizer)
+    plain, step = training.make_state(training.copy_model(model), optimizer), training.jit_step(make_step(optimizer))
+    for batch in data:
+        plain, _ = step(plain, batch)
+    replicas, trace = (
+        optax.tree_utils.tree_get(opt_state, "trace") for opt_state in (state.opt_state.inner, plain.opt_state)
+    )
+    assert_equal({path: x[3] for path, x in replicas.items()}, trace, atol=1e-6)
+    with pytest.raises(ValueError, match="needs delay=0"):
+        training.DiLoCo(replicas=2, every=2, delay=1, average_moments=True)
+
+
 def numpy_diloco(model, data, diloco, rate, momentum):
     """Each replica by itself with a plain step, and the outer steps in numpy."""
     optimizer = optax.sgd(RATE)
