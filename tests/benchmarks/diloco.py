@@ -39,12 +39,11 @@ MEAN = {"outer": optax.sgd(1.0)}
 MOMENTS = {"outer": optax.sgd(1.0), "average_moments": True}
 ROUTES = {
     "data-parallel": Route(),
-    "data-parallel-x1.5": Route(rate=1.5),
+    "data-parallel-x2": Route(rate=2.0),
     "default": Route({}),
     "mean": Route(MEAN),
-    "mean-x1.5": Route(MEAN, 1.5),
+    "mean-x2": Route(MEAN, 2.0),
     "moments": Route(MOMENTS),
-    "moments-x1.5": Route(MOMENTS, 1.5),
     "moments-x2": Route(MOMENTS, 2.0),
 }
 
@@ -56,7 +55,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--warm-up", type=float, default=0.25)
-    parser.add_argument("--routes", nargs="+", default=["default", "moments-x1.5"], choices=list(ROUTES))
+    parser.add_argument("--routes", nargs="+", default=["moments-x2", "default"], choices=list(ROUTES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.experts = 0
