@@ -5,9 +5,9 @@ undisturbed run.
 that was finished may be lost, the final parameters, moments and places in the data must be those of the untouched run,
 bit for bit, and a fault that stops the run must be said within a minute.
 
-`--costs FILE` writes what faults cost into the file. Given a file of an earlier run, it first prints the goodput that
-`plan.simulate_goodput` predicts from them for the faults to come: `--seed 1 --faults 11 --costs costs.json`, and then
-the same with `--seed 2 --faults 22`.
+`--costs FILE` writes what faults cost into the file. Given a file of an earlier run, it prints before the first fault
+the goodput that `plan.simulate_goodput` predicts from them: `--seed 1 --faults 11 --costs costs.json`, and then
+`--seed 2 --faults 11 --costs costs.json`.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from tests.training import chaotic
 ROOT = Path(__file__).parents[2]
 LOUD = 60.0  # seconds in which a fault that stops the run must be said
 BRIEF = 2.5  # seconds that a fault lasts which the run may outlive
+PAUSE = 0.05  # seconds that a step waits
 
 
 class Run:
@@ -256,15 +257,26 @@ class Costs:
     """Seconds that a run needed: measured in one run, they predict another.
 
     Attributes:
+        start: From the launcher's start to the second save, before the first fault.
         step: Median of a step.
         running: Of a kept step while the run goes on, with waits for saves and faults that do not stop it.
-        restarts: From a fault that stops the run to its next step, by kind: to notice it, to start processes that share
-            the machine's cores, to compile and to restore.
+        noticed: From a fault that stops the run to the launcher's next start, by kind.
+        restarts: From there to the next step: to start processes that share the machine's cores, to compile and to
+            restore.
     """
 
+    start: float
     step: float
     running: float
+    noticed: dict[str, float]
     restarts: dict[str, float]
+
+    def at_speed(self, start: float) -> "Costs":
+        """Returns what all costs while a start takes `start` seconds, as others use the machine too."""
+        slower = start / self.start
+        step, running = (PAUSE + (seconds - PAUSE) * slower for seconds in (self.step, self.running))
+        restarts = {name: seconds * slower for name, seconds in self.restarts.items()}
+        return Costs(start, step, running, self.noticed, restarts)
 
     def goodput(self, names: list[str], period: float) -> float:
         """Returns the goodput that `plan.simulate_goodput` predicts for these faults, one every `period` seconds."""
@@ -273,7 +285,7 @@ class Costs:
             now = max(now, number * period)
             if name in self.restarts:
                 failures.append(now)
-                restarts.append(self.restarts[name])
+                restarts.append(self.noticed[name] + self.restarts[name])
                 now += restarts[-1]
         far = sum(name in ("truncated", "flipped") for name in names)  # no near checkpoint is left
         cluster = plan.Cluster(
@@ -296,6 +308,7 @@ class Result:
     progress: list[tuple[float, int]]
     wall: float
     pace: tuple[float, float]  # median seconds of a step: untouched, and between faults
+    start: float  # seconds, as in `Costs`
 
     def goodput(self) -> float:
         """The share of the time in steps that were kept."""
@@ -308,12 +321,13 @@ class Result:
         stops = [fault for fault in self.faults if fault.restarted]
         # A fault is over after a new step.
         running = (end - begin - sum(fault.lost for fault in stops)) / (last - first - len(stops))
-        names = {fault.name for fault in stops}
+        kinds = {fault.name: [other for other in stops if other.name == fault.name] for fault in stops}
+        noticed = {name: mean(fault.noticed for fault in faults) for name, faults in kinds.items()}
         restarts = {
-            name: mean(fault.lost - (fault.again + 1) * running for fault in stops if fault.name == name)
-            for name in names
+            name: mean(fault.lost - fault.noticed - (fault.again + 1) * running for fault in faults)
+            for name, faults in kinds.items()
         }
-        return Costs(self.pace[1], running, restarts)
+        return Costs(self.start, self.pace[1], running, noticed, restarts)
 
     def __str__(self) -> str:
         rows = [f"{'fault':14}{'times':>6}{'restarts':>9}{'seconds lost, median':>22}{'most':>8}"]
@@ -335,18 +349,28 @@ class Result:
 
 
 def chaos(
-    directory: Path, names: list[str], *, processes: int, period: float, pause: float = 0.05, seed: int = 0
+    directory: Path,
+    names: list[str],
+    *,
+    processes: int,
+    period: float,
+    pause: float = PAUSE,
+    seed: int = 0,
+    costs: Costs | None = None,
 ) -> Result:
     """Injects the faults into a run, one every `period` seconds, or later while the run is still getting over the last;
     the run goes on for a period after the last fault.
 
     Raises AssertionError if the run ends differently from the undisturbed one.
     """
-    rng, progress, faults = random.Random(seed), [], []
+    rng, progress, faults, launched = random.Random(seed), [], [], time.monotonic()
     with running(Run(directory / "chaos", processes, pause)) as run:
         wait_for(run.notes, 60, run, "the first start")
         wait_for(lambda: len(steps(run.directory)) > 1, 240, run, "a save")
         begin = time.monotonic()
+        if costs is not None:
+            simulated = costs.at_speed(begin - launched).goodput(names, period)
+            print(f"goodput simulated before the first fault {100 * simulated:.1f} %", flush=True)
 
         def watch(until: float) -> None:
             while time.monotonic() < begin + until:
@@ -370,7 +394,7 @@ def chaos(
     with running(Run(directory / "untouched", processes, pause, 2 * chaotic.CHUNK)) as untouched:
         assert untouched.wait(1800) == 0, untouched.text()[-5000:]
     pace = compare(directory / "chaos", directory / "untouched", processes, last)
-    return Result(faults, progress, wall, pace)
+    return Result(faults, progress, wall, pace, begin - launched)
 
 
 @contextlib.contextmanager
@@ -443,10 +467,8 @@ def main() -> None:
     directory = args.directory or Path(tempfile.mkdtemp(prefix="maxlib-chaos-"))
     names = choose(args.faults, args.processes, random.Random(args.seed))
     known = args.costs is not None and args.costs.exists()
-    if known:
-        costs = Costs(**json.loads(args.costs.read_text()))
-        print(f"goodput simulated before the run: {100 * costs.goodput(names, args.period):.1f} %", flush=True)
-    result = chaos(directory, names, processes=args.processes, period=args.period, seed=args.seed)
+    costs = Costs(**json.loads(args.costs.read_text())) if known else None
+    result = chaos(directory, names, processes=args.processes, period=args.period, seed=args.seed, costs=costs)
     print(result)
     if args.costs is not None and not known:
         args.costs.write_text(json.dumps(dataclasses.asdict(result.costs())))
