@@ -117,10 +117,6 @@ class Local(Tier):
         """Lists the steps of which every shard exists on some host, oldest first, as of the last save's end."""
         return sorted(self._store.complete())
 
-    def latest(self) -> int | None:
-        """Returns the newest complete step, None if there is none."""
-        return max(self._store.complete(), default=None)
-
     def verify(self, step: int) -> list[str]:
         """Reads what this host has of a step and names the damaged leaves."""
         bad: list[str] = []
@@ -141,9 +137,6 @@ class Local(Tier):
         if step not in complete:
             raise self._missing(step, [*complete])
         return restore.read_source(_Source(self.directory / str(step), self._store, complete[step]), wanted)
-
-    def _last_good(self) -> int | None:
-        return self.latest()
 
     def _release(self) -> None:
         self._thread.shutdown()

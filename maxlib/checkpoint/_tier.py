@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import jax
 from etils import epath
@@ -17,7 +17,6 @@ from maxlib.checkpoint._groupings import Groupings
 from maxlib.checkpoint._restore import Wanted, first_undamaged
 
 _log = logging.getLogger(__name__)
-Store = TypeVar("Store", bound="Tier")
 
 
 class Tier:
@@ -36,7 +35,7 @@ class Tier:
         self._failed_saves, self._last_error = 0, ""
         self._saving: tuple[int, Future] | None = None  # the step of the save that runs, and its result
 
-    def __enter__(self: Store) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -81,6 +80,10 @@ class Tier:
         """Lists the complete steps, oldest first."""
         raise NotImplementedError
 
+    def latest(self) -> int | None:
+        """Returns the newest complete step, None if there is none."""
+        return max(self.steps(), default=None)
+
     def wait(self) -> None:
         """Waits until the last save is complete. Raises SaveError if it failed."""
         if failed := self._finish():
@@ -124,7 +127,7 @@ class Tier:
 
     def _last_good(self) -> int | None:
         """Returns the newest step known to be good."""
-        raise NotImplementedError
+        return self.latest()
 
     def _release(self) -> None:
         """Ends threads and gives back what the object holds."""
