@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 from etils import epath
@@ -17,6 +17,7 @@ from maxlib.checkpoint._groupings import Groupings
 from maxlib.checkpoint._restore import Wanted, first_undamaged
 
 _log = logging.getLogger(__name__)
+Store = TypeVar("Store", bound="Tier")
 
 
 class Tier:
@@ -35,7 +36,7 @@ class Tier:
         self._failed_saves, self._last_error = 0, ""
         self._saving: tuple[int, Future] | None = None  # the step of the save that runs, and its result
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Store) -> Store:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
