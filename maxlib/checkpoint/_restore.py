@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +180,7 @@ def open_step(directory: epath.Path) -> StepRecords:
     return StepRecords(contents["manifest"]["items"], contents["meta"], contents["data"])
 
 
+@runtime_checkable
 class Source(Protocol):
     """A stored step, whatever its files are."""
 
