@@ -11,6 +11,7 @@ the goodput that `plan.simulate_goodput` predicts from them: `--seed 1 --faults 
 """
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -321,12 +322,12 @@ class Result:
         stops = [fault for fault in self.faults if fault.restarted]
         # A fault is over after a new step.
         running = (end - begin - sum(fault.lost for fault in stops)) / (last - first - len(stops))
-        kinds = {fault.name: [other for other in stops if other.name == fault.name] for fault in stops}
-        noticed = {name: mean(fault.noticed for fault in faults) for name, faults in kinds.items()}
-        restarts = {
-            name: mean(fault.lost - fault.noticed - (fault.again + 1) * running for fault in faults)
-            for name, faults in kinds.items()
-        }
+        count = collections.Counter(fault.name for fault in self.faults)  # of which some may not stop the run
+        noticed, restarts = ({fault.name: 0.0 for fault in stops} for _ in range(2))
+        for fault in stops:
+            noticed[fault.name] += fault.noticed / count[fault.name]
+            back = fault.lost - fault.noticed - (fault.again + 1) * running
+            restarts[fault.name] += back / count[fault.name]
         return Costs(self.start, self.pace[1], running, noticed, restarts)
 
     def __str__(self) -> str:
