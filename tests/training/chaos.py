@@ -467,11 +467,12 @@ def main() -> None:
     args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp(prefix="maxlib-chaos-"))
     names = choose(args.faults, args.processes, random.Random(args.seed))
-    known = args.costs is not None and args.costs.exists()
-    costs = Costs(**json.loads(args.costs.read_text())) if known else None
+    costs = None
+    if args.costs is not None and args.costs.exists():
+        costs = Costs(**json.loads(args.costs.read_text()))
     result = chaos(directory, names, processes=args.processes, period=args.period, seed=args.seed, costs=costs)
     print(result)
-    if args.costs is not None and not known:
+    if args.costs is not None and costs is None:
         args.costs.write_text(json.dumps(dataclasses.asdict(result.costs())))
     if args.draw:
         draw(result, args.draw)
