@@ -190,17 +190,14 @@ class LocalEngine:
         """Empties all slots and queues."""
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: list[Request | None] = [None] * self.slots
-        self._owners: list[Request | None] = [None] * self.slots  # whose state a slot holds
         self._clock = itertools.count(1)
         self._job: Prefill | None = None
         self._width, self._last_slots = 0, list[int]()  # blocks of a row, and slots, in the last step
-        self._memory = Memory(self._block)
-        self._paging: Paging | None = None
-        self._state: Slots | None = None
         self._features = Features()
         self._rows_of_settings: list[Request | None] = []
         self._settings: Settings | None = None
         self._pending: collections.deque[tuple[list[_Drawing], Draws]] = collections.deque()
+        self._drop_caches()
 
     def _making(self, capacity: int) -> Making:
         """Returns how caches of a capacity are made."""
@@ -623,9 +620,10 @@ class LocalEngine:
 
     def _drop_caches(self) -> None:
         """Forgets all caches; no row is running."""
-        self._owners = [None for _ in range(self.slots)]
+        self._owners: list[Request | None] = [None] * self.slots  # whose state a slot holds
         self._memory = Memory(self._block)
-        self._paging, self._state = None, None
+        self._paging: Paging | None = None
+        self._state: Slots | None = None
 
     def _take_blocks(self) -> None:
         """Gives each row the blocks that its next step needs; if there are none, the newest row must wait again."""

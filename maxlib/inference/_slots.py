@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from maxlib import nn
 from maxlib.inference._generate import Packed
 from maxlib.inference._pages import Caches, Making, Paging, of_slots, with_slots
-from maxlib.inference._sampling import in_nucleus, scaled, without_unlikely
+from maxlib.inference._sampling import draw, in_nucleus, scaled, without_unlikely
 
 
 @nn.pytree
@@ -380,8 +380,7 @@ def _draw(
         # [S, M, V] -> [S M, V], with each row's settings M times
         per_place = jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), settings)
         filtered = _filtered(scores.reshape(S * M, V), per_place, features)
-        sampled = jax.vmap(jax.random.categorical)(draw_keys.reshape(-1), filtered).astype(jnp.int32)
-        token = jnp.where(greedy[..., 0], token, sampled.reshape(S, M))
+        token = jnp.where(greedy[..., 0], token, draw(filtered, draw_keys.reshape(-1)).reshape(S, M))
     log_prob = jnp.take_along_axis(log_probs, token[..., None], axis=-1)[..., 0]
     best = None
     if features.alternatives:
