@@ -122,7 +122,7 @@ def chunked_tiles(T: int, N: int, S: int, platform: str = "cpu") -> ChunkedTiles
     """Chooses blocks from the shapes, T queries of N heads and S keys, and the kind of device."""
     device = _DEVICES.get(platform, _DEVICES["cpu"])
     if T <= 32:  # longer blocks of keys, and all rows: each block and each group of rows is copied
-        return ChunkedTiles(T, _even(S, max(device.short, 1024), 16), max(device.logits, 2**22))
+        return ChunkedTiles(T, _even(S, 512, 16), max(device.logits, 2**22))
     block = device.long if T >= 2048 and device.logits >= N * device.long**2 else device.short
     return ChunkedTiles(_even(T, block, 1), _even(S, block, 16), device.logits)
 
