@@ -28,6 +28,7 @@ from maxlib.inference._generate import (
     check_inputs,
     check_length,
     check_prefix,
+    max_length,
     prepared,
     right_padded,
     shared_capacity,
@@ -164,9 +165,11 @@ class LocalEngine:
         self.generator, self._keys = Generator(model, dtype=dtype, cache_dtype=cache_dtype), Keys(seed)
         model = self.generator.model
         _check_rows(model)
+        # Read once: layers are searched for them.
+        self._max_length, self._masks = max_length(model), getattr(model, "masks", ())
         # With these, keys depend on tokens of the prompt after them.
         needs_length = any(rope.needs_length for rope in getattr(model, "ropes", ()))
-        self._splits = not needs_length and not any(mask.prefix for mask in getattr(model, "masks", ()))
+        self._splits = not needs_length and not any(mask.prefix for mask in self._masks)
         self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
         if self.num_drafts:
             check_drafter(model, drafter, self.num_drafts)
@@ -366,8 +369,8 @@ class LocalEngine:
             prompt: Token ids.
             alternatives: Number of the best tokens, each with its log-probability.
         """
-        (text,), model = check_prompts([prompt], self.generator.vocab), self.generator.model
-        check_length(model, len(text))
+        (text,) = check_prompts([prompt], self.generator.vocab)
+        check_length(self._max_length, len(text))
         tokens, valid = (np.zeros((1, _bucket(len(text))), dtype) for dtype in (np.int32, bool))
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
@@ -471,8 +474,8 @@ class LocalEngine:
     def _check_length(self, prompt: list[int], limit: int) -> None:
         """Raises ValueError for a prompt that the model cannot continue."""
         model, length = self.generator.model, len(prompt) + limit
-        check_length(model, length)
-        check_prefix(model, [prompt])
+        check_length(self._max_length, length)
+        check_prefix(self._masks, [prompt])
         switch = getattr(model, "recompute_cache_at", None)
         if switch is not None and len(prompt) < switch <= length:
             raise ValueError(
@@ -598,7 +601,7 @@ class LocalEngine:
 
     def _fit(self) -> bool:
         """Makes room for the longest request that waits; returns False while rows run that must end before."""
-        limit = getattr(self.generator.model, "max_length", None) or 1 << 62
+        limit = self._max_length or 1 << 62
         needed = max(len(request.prompt) + request._limit for request in self._waiting)
         length = self.capacity or self.cache_tokens or min(shared_capacity(needed), limit)
         size = self._memory.num_blocks(length) * self._block
