@@ -316,9 +316,9 @@ def _logits(spec: Spec, row: Rows, keys, j) -> tuple[Array, Array | float]:
 
 def _products(q, keys):
     """Multiplies `B K R H` by `B K c H` to `B K R c`."""
-    if q.shape[2] > _FEW_ROWS or current_device()[0] != "cpu":
+    if q.shape[2] > _FEW_ROWS or q.dtype != jnp.float32 or current_device()[0] != "cpu":
         return _dot("BKRH,BKcH->BKRc", q, keys)
-    # Row by row: XLA reads the keys as they are for a vector, but for a matrix Eigen rearranges them first.
+    # Row by row: for a vector XLA reads the keys as they are, for a matrix it rearranges them first (bfloat16: both).
     return jnp.stack([_dot("BKcH,BKH->BKc", keys, q[:, :, row]) for row in range(q.shape[2])], axis=2)
 
 
