@@ -75,7 +75,7 @@ class Mixture:
             raise ValueError(
                 "Weights that depend on the step need tokens_per_step=, batch_size * length, to count steps by."
             )
-        self.names, self._by, self._tokens_per_step = tuple(sources), by, tokens_per_step
+        self.names, self.seed, self._by, self._tokens_per_step = tuple(sources), seed, by, tokens_per_step
         weights = _sizes(sources) if weights is None else weights
         self._weights = weights if callable(weights) else _constant(_checked(weights, self.names, positive=True))
         epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
@@ -148,6 +148,7 @@ class _MixedIterator(CountingIterator):
     def get_state(self) -> dict[str, Any]:
         return {
             "names": list(self._mixture.names),
+            "seed": self._mixture.seed,
             "readers": [reader.get_state() for reader in self._readers],
             "credit": list(self._credit),
             "ended": list(self._ended),
@@ -157,7 +158,12 @@ class _MixedIterator(CountingIterator):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        names = self._mixture.names
+        names, seed = self._mixture.names, self._mixture.seed
+        if (before := state.get("seed", seed)) != seed:
+            raise ValueError(
+                f"The data state is a place in sources shuffled with seed={before}, here it is {seed}: in another order some "
+                "documents would be repeated and others passed over; keep the seed of the run."
+            )
         credit = dict(zip(state["names"], state["credit"], strict=True))
         positions = state["absent"] | dict(
             zip(state["names"], zip(state["readers"], state["ended"], strict=True), strict=True)

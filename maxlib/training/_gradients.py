@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib import nn, sharding
+from maxlib.training._batch_checks import trained_model, with_trained_model
 from maxlib.training._placement import place_like_parameters
 from maxlib.training._qk_clip import is_max_logits
 from maxlib.training.losses import Batch, LossFunction, Stats
@@ -51,8 +52,10 @@ def bind_options(
                 raise ValueError(
                     "NEFTune's noise and dropout need a key: call the loss with one, loss(model, batch, key)"
                 )
-            model = nn.with_dropout(model, dropout, jax.random.fold_in(key, 1)) if dropout else model
-            model = with_embedding_noise(model, key, neftune_alpha) if neftune_alpha else model
+            trained = trained_model(model)  # a reference or a teacher beside it is neither noisy nor cut
+            noisy = nn.with_dropout(trained, dropout, jax.random.fold_in(key, 1)) if dropout else trained
+            noisy = with_embedding_noise(noisy, key, neftune_alpha) if neftune_alpha else noisy
+            model = with_trained_model(model, noisy)
         return loss(model, batch, key, **options)
 
     return bound

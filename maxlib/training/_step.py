@@ -197,11 +197,19 @@ def make_eval_step(loss: LossFunction, *, dtype: Any = None, ema: bool = False) 
     def step(state: TrainState, batch: Batch) -> Stats:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
-        value, stats = bound(ema_model(state) if ema else state.model, jax.tree.map(_by_rows, batch), state.key)
+        # A loss with noise draws other noise for every batch, and the same one at every evaluation.
+        key = jax.random.fold_in(state.key, _checksum(batch))
+        value, stats = bound(ema_model(state) if ema else state.model, jax.tree.map(_by_rows, batch), key)
         _check_metric_names(stats)
         return _everywhere(Stats(stats.num_targets, {"loss": value} | stats.sums))
 
     return step
+
+
+def _checksum(batch: Batch) -> Array:
+    """Returns a number that tells apart batches of other integers."""
+    integers = [x for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer)]
+    return sum((jnp.sum(x.astype(jnp.uint32)) for x in integers), start=jnp.zeros((), jnp.uint32))
 
 
 def _check_metric_names(stats: Stats) -> None:

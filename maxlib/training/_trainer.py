@@ -187,7 +187,8 @@ class Trainer:
         self.step, self.batch, self._batch_before = 0, None, None
         self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
-        self._counted = False  # True once the FLOPs of a step are counted
+        self._counted = False  # True once a step has been started
+        self._flops: dict[Any, float | None] = {}  # of a step, by the shapes of its batch
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
         self._evaluated: dict[str, int] = {}  # step of each set's newest evaluation
         self._counts_at: int | None = None  # step at which the loaders' counts were last written
@@ -350,7 +351,7 @@ class Trainer:
                     break
                 counts = collect_metrics(self.loader) if jax.process_count() == 1 else {}
                 self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
-                self._after_step()
+                self._after_step(last=self.step == steps)
                 if self._interrupt.requested(self.step):
                     raise self._interrupt.stop()
         with self.clock.step(self.step):
@@ -376,7 +377,8 @@ class Trainer:
             self.step += 1
             if not self._counted:  # while the first step runs
                 check_first_batch(host_rows(batch), self.state.model)
-                self._count_flops(batch)
+                self._counted = True
+            self._meter.flops = self._flops_of(batch)
             ready = self._meter.push(self.step, metrics | memory_use(max_age=1.0), **here)
         self._report(ready)
 
@@ -389,15 +391,17 @@ class Trainer:
             counts = collect_metrics(self.loader, all_processes=True)
         self.writers.write(self.step, counts)
 
-    def _after_step(self) -> None:
-        """Runs the callbacks, evaluations, exports and saves that are due after this step."""
+    def _after_step(self, *, last: bool) -> None:
+        """Runs the callbacks, evaluations, exports and saves that are due after this step; all evaluations after the
+        `last` one, so that a save has their metrics.
+        """
         for every, callback in self.callbacks:
             if self.step % every == 0:
                 if every > 1:  # infrequent callbacks may be slow; exclude them from step time
                     self._flush()
                 with self.clock.span("callbacks"):
                     callback(self)
-        self._evaluate([prefix for prefix, e in self._evaluations.items() if e.is_due(self.step)])
+        self._evaluate([prefix for prefix, e in self._evaluations.items() if last or e.is_due(self.step)])
         if self._saving.export_is_due(self.step):
             self._flush()  # a state that is not finite raises here, before it replaces a good export
             self._saving.export(self.step, self.state)
@@ -460,17 +464,24 @@ class Trainer:
             self.save(urgent=urgent)
             self._saving.wait()
 
-    def _count_flops(self, batch: Batch) -> None:
-        """Counts the FLOPs of a step from this host's rows of its first batch, which other hosts may share."""
-        self._counted = True
+    def _flops_of(self, batch: Batch) -> float | None:
+        """Returns the FLOPs of a step, counted for the first batch of each shape."""
+        shapes = tuple(x.shape for x in jax.tree.leaves(self.batch))
+        if shapes not in self._flops:
+            self._flops[shapes] = self._count_flops(batch)
+        return self._flops[shapes]
+
+    def _count_flops(self, batch: Batch) -> float | None:
+        """Counts the FLOPs of a step from this host's rows of its batch, which other hosts may share."""
         try:
             rows = host_rows(batch)
             share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
             frozen = jax.tree.map(lambda _: False, self.state.rest)
             trained = nn.combine(dict.fromkeys(self.state.trainable, True), frozen)
-            self._meter.flops = training_flops(self.loss, self.state.model, rows, trained=trained) / share
+            return training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
+            return None
 
 
 def _check_arguments(
