@@ -76,7 +76,7 @@ def warmup_stable_decay(
     begin, rising = float(steps - decay), float(warmup)
 
     def schedule(step: Any) -> Any:
-        progress = jnp.clip((step - begin) / decay, 0.0, 1.0)
+        progress = jnp.clip((step - begin) / float(decay), 0.0, 1.0)
         left = {
             "linear": 1 - progress,
             "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
