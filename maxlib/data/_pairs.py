@@ -9,7 +9,7 @@ import numpy as np
 from maxlib.data._audio import AudioProcessor
 from maxlib.data._documents import Document, Row, is_messages, map_named
 from maxlib.data._images import ImageProcessor
-from maxlib.data._tokenize import with_targets
+from maxlib.data._tokenize import warn_of_endless_turns, with_targets
 from maxlib.tokenization import ChatTemplate
 
 LOOK_AHEAD = 100
@@ -45,6 +45,7 @@ def pairs(
         ValueError: when reading a document whose answers are equal, whose prompts differ, or that has images without a
             processor; `data.SkipBadRecords` skips such documents.
     """
+    warn_of_endless_turns(template)
     return _mapped(documents, lambda document, _: _pair(document, tokenizer, template, images, audio))
 
 
@@ -74,6 +75,7 @@ def kto_examples(
     Raises:
         ValueError: when reading a document whose next 100 documents have the same prompt: shuffle the documents.
     """
+    warn_of_endless_turns(template)
 
     def example(document: Document, index: int) -> Row:
         messages = document["messages"]
