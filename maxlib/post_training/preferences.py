@@ -311,6 +311,8 @@ class DPO(PreferenceLoss):
         if self.loss_type == "exo_pair" and not self.label_smoothing:
             raise ValueError("exo_pair compares with ε, so label_smoothing must be above 0, such as 1e-3")
         check_choice("divergence", self.divergence, ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"))
+        if self.alpha != DPO.alpha and self.divergence != "alpha_divergence":
+            raise ValueError(f"alpha is for divergence='alpha_divergence', got it for {self.divergence!r}")
         if self.divergence != "reverse_kl" and self.loss_type not in _OF_DIVERGENCES:
             raise ValueError(f"other divergences are for {', '.join(_OF_DIVERGENCES)}, got {self.loss_type!r}")
 

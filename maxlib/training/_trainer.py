@@ -301,6 +301,7 @@ class Trainer:
                 evaluation = self._evaluations[prefix]
                 evaluation.loader.reset()
                 computed = evaluate(self._eval_steps[prefix], self.state, self._batches(evaluation))
+                evaluation.check_stop_at(computed)
                 values |= {f"{prefix}{name}": value for name, value in computed.items()}
         self._evaluated |= dict.fromkeys(prefixes, self.step)
         self._last = self._last | values

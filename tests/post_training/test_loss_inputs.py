@@ -104,3 +104,8 @@ def test_weights_of_targets_are_read_or_refused(cls):
 def test_options_of_terms_that_all_share_are_refused():
     with pytest.raises(ValueError, match=r"all terms share \['weighted'\]"):
         pt.MixedPreference(((0.5, pt.DPO(weighted=True)), (0.5, pt.DPO(loss_type="ipo"))))
+
+
+def test_an_option_of_another_divergence_is_refused():
+    with pytest.raises(ValueError, match="alpha is for divergence='alpha_divergence', got it for 'js_divergence'"):
+        pt.DPO(divergence="js_divergence", alpha=0.3)
