@@ -44,7 +44,8 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Reads documents from the column `field` of Parquet files, as `records` does. Needs pyarrow (the extra `parquet`).
+    """Reads documents from the column `field` of Parquet files, as `records` does; beside messages also the columns
+    `tools` and `documents`. Needs pyarrow (the extra `parquet`).
 
     Random access reads a whole row group for one document; the last few groups are cached. To shuffle a large corpus,
     tokenize it first (`write_tokens`).
@@ -142,6 +143,9 @@ class _Records:
         return _as_fields(self._table[int(index)], self._field, f"record {index}")
 
 
+_BESIDE_MESSAGES = ("tools", "documents")  # variables of chat templates
+
+
 class _Parquet:
     """Rows by index; caches the last row groups."""
 
@@ -173,14 +177,17 @@ class _Parquet:
         file, number = self._groups[group]
         at = f"{self._paths[file]}: row group {number}, row {row}"
         with _naming(at):
-            value = self._column(group)[row].as_py()
-        return _as_fields({self._field: value}, self._field, at)
+            record = {name: column[row].as_py() for name, column in self._columns(group).items()}
+        return _as_fields(record, self._field, at)
 
-    def _column(self, group: int) -> Any:
+    def _columns(self, group: int) -> dict[str, Any]:
+        """Returns the columns of a row group: the field, and what belongs to messages."""
         with self._lock:  # only one thread at a time may read a pyarrow file
             if group not in self._cache:
                 file, number = self._groups[group]
-                self._cache[group] = self._files[file].read_row_group(number, columns=[self._field]).column(0)
+                names = {self._field, *_BESIDE_MESSAGES}.intersection(self._files[file].schema_arrow.names)
+                table = self._files[file].read_row_group(number, columns=sorted(names))
+                self._cache[group] = {name: table.column(name) for name in names}
             self._cache.move_to_end(group)
             while len(self._cache) > self._keep:
                 self._cache.popitem(last=False)

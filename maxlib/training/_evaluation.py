@@ -30,8 +30,8 @@ class Evaluation:
 
     Raises:
         TypeError: for what is neither, such as a generator, which can be read only once.
-        ValueError: for a negative `every`, or less than one batch; after the first evaluation, for a metric of `stop_at`
-            that it does not compute.
+        ValueError: for a negative `every`, or less than one batch; after the first evaluation, for a metric of
+            `stop_at` that it does not compute.
     """
 
     loader: Any  # StatefulLoader, or an iterable that becomes one

@@ -43,6 +43,10 @@ def test_parquet(tmp_path):
     assert sorted(texts(data.files(tmp_path).shuffle(seed=0))) == sorted(want)
     with pytest.raises(ValueError, match=r"0.parquet: there is no column 'body', only \['text', 'ids'\]"):
         data.parquet(tmp_path, field="body")
+    chat = {"messages": [[{"role": "user", "content": "?"}]], "tools": [["look"]], "other": [1]}
+    pq.write_table(arrow.table(chat), tmp_path / "chats.parquet")
+    (read,) = data.parquet(tmp_path / "chats.parquet", field="messages")  # a template gets the tools
+    assert read["tools"] == ["look"] and read["messages"] == chat["messages"][0] and "other" not in read
     (tmp_path / "0.parquet").write_bytes(b"nonsense" * 4)
     with pytest.raises(ValueError, match="0.parquet: this is no Parquet file"):
         data.parquet(tmp_path)
