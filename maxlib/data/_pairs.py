@@ -1,5 +1,7 @@
 """Preference data: pairs of answers, and answers that are good or bad."""
 
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ def pairs(
     """Tokenizes pairs of chats: documents with the lists of messages `chosen` and `rejected`, and maybe `prompt`.
 
     Both chats end with the compared answer; everything before it must be the same. Targets are -1 outside of that
-    answer. `pad` turns them into rows.
+    answer. A number `margin` of a document is kept (`post_training.BradleyTerry`). `pad` turns them into rows.
 
     Args:
         documents: Records with the fields of TRL's preference data sets: a dataset of grain's, a list, or one of
@@ -148,4 +150,11 @@ def _pair(
     }
     if np.array_equal(pair["chosen"]["tokens"], pair["rejected"]["tokens"]):
         raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
-    return pair
+    return pair | ({} if document.get("margin") is None else {"margin": _margin(document["margin"])})
+
+
+def _margin(margin: Any) -> np.float32:
+    """Returns by how much the chosen answer is better; raises ValueError for what is no finite number."""
+    if not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+        raise ValueError(f"'margin' must be a finite number, got {margin!r}")
+    return np.float32(margin)

@@ -65,6 +65,15 @@ def test_turns_without_an_end_that_is_learned_are_said(tokenizer, template):
         assert learned(tokenizer, tokenized(tokenizer, template)) == "Zwei Äpfel.日本語 ok"
 
 
+def test_a_template_gets_the_variables_of_its_chat(tokenizer):
+    """`chat_template_kwargs`, as in data for TRL."""
+    template = ChatTemplate("{{ 'the size' if enable_thinking else 'of' }}" + PLAIN)
+    source = [{"messages": CHAT, "chat_template_kwargs": variables} for variables in ({"enable_thinking": True}, None)]
+    thinks, does_not = data.tokenize_chats(data.records(source, field="messages"), tokenizer, template)
+    assert tokenizer.decode(thinks["tokens"]).startswith("the size")
+    assert tokenizer.decode(does_not["tokens"]).startswith("of")
+
+
 def test_a_turn_may_be_marked_in_pieces(tokenizer):
     pieces = MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}{% generation %}</s>{% endgeneration %}")
     assert learned(tokenizer, tokenized(tokenizer, pieces)) == learned(tokenizer, tokenized(tokenizer, MARKED))
