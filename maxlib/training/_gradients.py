@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jaxtyping import Array
 
 from maxlib import nn, sharding
@@ -134,6 +135,26 @@ def gradient(
     count = divisor(stats.num_targets)
     means = {path: g if is_max_logits(path) else (g / count).astype(trainable[path].dtype) for path, g in grads.items()}
     return means, value / count, stats
+
+
+def parameters_outside(loss: LossFunction, trainable: Params, rest: Any, batch: Batch, key: Array) -> list[str]:
+    """Lists the trained parameters on which a loss of this batch does not depend; weight decay alone moves them.
+
+    Args:
+        loss: The loss, with its options bound.
+        trainable: Trained parameters by path, or their shapes.
+        rest: The rest of the model.
+        batch: The batch, or its shapes.
+        key: Random key.
+    """
+
+    def total(trainable: Params, batch: Batch, key: Array) -> Array:
+        return loss(nn.combine(trainable, rest), batch, key)[0]
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (trainable, batch, key))
+    traced = jax.make_jaxpr(total)(*shapes)
+    reached = dce_jaxpr_consts(traced.jaxpr, [True])[2]
+    return [path for path, is_reached in zip(sorted(trainable), reached, strict=False) if not is_reached]
 
 
 def divisor(count: Any) -> Array:

@@ -29,7 +29,7 @@ from maxlib.observability import (
 from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._evaluation import Evaluation, by_prefix, evaluate, target_reached
 from maxlib.training._export import Export
-from maxlib.training._gradients import bind_options
+from maxlib.training._gradients import bind_options, parameters_outside
 from maxlib.training._placement import copy_model, host_rows, shard_batch
 from maxlib.training._prefetch import StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
@@ -131,6 +131,10 @@ class Trainer:
         evaluations = by_prefix(evaluation)
         _check_arguments(model, loader, evaluations, checkpointer, callbacks)
         sharding.check_layout(layout)
+        if diloco is not None and any(e.ema for e in evaluations.values()):
+            raise ValueError(
+                "under DiLoCo each replica has averages of its own, which are no model: leave out ema=True"
+            )
         if layout is None and jax.process_count() > 1:
             raise ValueError(
                 f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, "
@@ -378,6 +382,7 @@ class Trainer:
             self.step += 1
             if not self._counted:  # while the first step runs
                 check_first_batch(host_rows(batch), self.state.model)
+                self._say_what_is_outside(host_rows(batch))
                 self._counted = True
             self._meter.flops = self._flops_of(batch)
             ready = self._meter.push(self.step, metrics | memory_use(max_age=1.0), **here)
@@ -464,6 +469,20 @@ class Trainer:
         if self.checkpointer is not None:
             self.save(urgent=urgent)
             self._saving.wait()
+
+    def _say_what_is_outside(self, rows: Batch) -> None:
+        """Logs that trained parameters do not enter the loss, such as an image encoder's of a batch of texts."""
+        state = self.state
+        try:
+            outside = parameters_outside(self.loss, state.trainable, state.rest, rows, state.key)
+        except Exception as error:  # a check that fails must not end a run
+            self.log(f"whether all parameters are trained is not known: {type(error).__name__}: {error}")
+            return
+        if outside:
+            self.log(
+                f"{len(outside)} of {len(state.trainable)} trained parameters, such as {outside[0]}, do not enter the loss "
+                "of the first batch: their gradients are zero, and weight decay shrinks them: freeze them (filter=)"
+            )
 
     def _flops_of(self, batch: Batch) -> float | None:
         """Returns the FLOPs of a step, counted for the first batch of each shape."""
