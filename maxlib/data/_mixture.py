@@ -12,7 +12,7 @@ import grain
 
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, is_weight
-from maxlib.data._reader import CountingIterator, FromIterators
+from maxlib.data._reader import CountingIterator, FromIterators, check_same
 
 Weights = Mapping[str, float]
 
@@ -159,11 +159,7 @@ class _MixedIterator(CountingIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         names, seed = self._mixture.names, self._mixture.seed
-        if (before := state.get("seed", seed)) != seed:
-            raise ValueError(
-                f"The data state is a place in sources shuffled with seed={before}, here it is {seed}: in another order some "
-                "documents would be repeated and others passed over; keep the seed of the run."
-            )
+        check_same(state.get("seed", seed), seed, "sources shuffled with the seed")
         credit = dict(zip(state["names"], state["credit"], strict=True))
         positions = state["absent"] | dict(
             zip(state["names"], zip(state["readers"], state["ended"], strict=True), strict=True)

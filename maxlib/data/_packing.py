@@ -18,7 +18,7 @@ from grain.experimental import (
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 from maxlib.data._padding import Room, fits, has_media, misfit
-from maxlib.data._reader import CountingIterator, FromIterators
+from maxlib.data._reader import CountingIterator, FromIterators, check_same
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -149,11 +149,7 @@ class _PiecesIterator(CountingIterator):
         return {"parent": parent, "counts": counted, "given": self._returned, "rows": self._rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if (before := state.get("rows", self._rows)) != self._rows:
-            raise ValueError(
-                f"The data state is a place in rows that were packed with {before}, here they are packed with {self._rows}: a "
-                "run must keep what it began with; start another run in a new directory."
-            )
+        check_same(state.get("rows", self._rows), self._rows, "rows packed with")
         self._parent.set_state(state["parent"])
         self.counts.clear()
         self.counts.update(dict(state["counts"]))

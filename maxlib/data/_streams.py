@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from maxlib.data._documents import Document, token_ids
-from maxlib.data._reader import FromIterators
+from maxlib.data._reader import FromIterators, check_same
 from maxlib.data._storage import File, Paths, find_files
 
 _NAMES = {"txt": "text", "npy": "tokens"} | dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image")
@@ -123,11 +123,7 @@ class _TarIterator(grain.DatasetIterator):
         return place | {"seed": self._source.seed}
 
     def set_state(self, state: State) -> None:
-        if (before := state.get("seed", self._source.seed)) != self._source.seed:
-            raise ValueError(
-                f"The data state is a place in files shuffled with seed={before}, here it is {self._source.seed}: in another "
-                "order some samples would be repeated and others passed over; keep the seed of the run."
-            )
+        check_same(state.get("seed", self._source.seed), self._source.seed, "files shuffled with the seed")
         self._epoch, self._count = state["epoch"], state["count"]
         self._files, self._kept = self._source.files_of(self._part_of, self._epoch)
         self._move(state["file"], state["offset"])

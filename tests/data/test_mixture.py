@@ -289,5 +289,5 @@ def test_a_source_of_which_nothing_is_left_is_an_error_after_so_many_reads():
 def test_a_place_in_another_order_is_refused():
     first, other = (iter(mixture(seed=seed)[::]) for seed in (0, 1))
     next(first)
-    with pytest.raises(ValueError, match="shuffled with seed=0, here it is 1"):
+    with pytest.raises(ValueError, match="sources shuffled with the seed 0, but here it is 1"):
         other.set_state(first.get_state())

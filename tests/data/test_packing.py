@@ -50,7 +50,7 @@ def test_a_place_in_rows_is_none_in_others(other):
     assert next(first) and state
     again = loader(**other)
     again.set_state(first.get_state())
-    with pytest.raises(ValueError, match="rows that were packed with .*'length': 16, .* must keep what it began with"):
+    with pytest.raises(ValueError, match="a place in rows packed with .*'length': 16, .* Keep what the run began with"):
         next(again)
 
 

@@ -119,7 +119,7 @@ def test_resumed_is_uninterrupted(folder, num_shards):
 def test_a_place_in_another_order_is_refused(folder):
     first, other = (iter(data.WebDataset(folder, epochs=None, seed=seed)[::]) for seed in (2, 3))
     next(first)
-    with pytest.raises(ValueError, match="shuffled with seed=2, here it is 3"):
+    with pytest.raises(ValueError, match="files shuffled with the seed 2, but here it is 3"):
         other.set_state(first.get_state())
 
 
