@@ -136,7 +136,7 @@ def _pair(
     template: ChatTemplate,
     images: ImageProcessor | None,
     audio: AudioProcessor | None,
-) -> dict[str, Row]:
+) -> Row:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
     chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))

@@ -247,8 +247,8 @@ class Meter:
         values, now = jax.device_get(before[1]), time.perf_counter()
         if self._read_at is not None:
             values["seconds"] = now - self._read_at
-            is_other = self._smooth is None or before[2] != self._averaged  # such as more rows, which take longer
-            self._smooth = values["seconds"] if is_other else 0.9 * self._smooth + 0.1 * values["seconds"]
+            smooth = self._smooth if before[2] == self._averaged else None  # more rows, for example, take longer
+            self._smooth = values["seconds"] if smooth is None else 0.9 * smooth + 0.1 * values["seconds"]
             self._averaged = before[2]
         self._read_at = now
         return [(before[0], self._with_speed(values, before[2]))]

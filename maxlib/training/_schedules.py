@@ -27,7 +27,7 @@ def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float =
         ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, float(steps - warmup), alpha=end_fraction))
+    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end_fraction))
 
 
 def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.0) -> optax.Schedule:
@@ -43,7 +43,12 @@ def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float =
         ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end_fraction * peak, float(steps - warmup)))
+    falling = float(steps - warmup)
+
+    def fall(step: Any) -> Any:
+        return peak * (1 - (1 - end_fraction) * jnp.clip(step / falling, 0.0, 1.0))
+
+    return _after_warmup(peak, warmup, fall)
 
 
 def warmup_stable_decay(
@@ -111,8 +116,11 @@ def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.S
     if warmup == 0:
         return schedule
     rising = float(warmup)  # numbers of tokens may be too large for an integer of 32 bits
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, rising)
-    return lambda step: jnp.where(step < rising, rise(step), schedule(step - rising))
+
+    def rise_first(step: Any) -> Any:
+        return jnp.where(step < rising, peak * (step + 1) / (rising + 1), schedule(step - rising))
+
+    return rise_first
 
 
 def _check(steps: int, warmup: int, decay: int = 1) -> None:
