@@ -1,6 +1,8 @@
 """Generation of text with a tokenizer."""
 
 import functools
+import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -105,6 +107,37 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """
     encoded = tokenizer.encode(text)
     return list(getattr(encoded, "ids", encoded))
+
+
+def text_lengths(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Returns the number of whole characters in front of each token, from the first one on."""
+    pieces = _Pieces(tokenizer.decode, before)
+    return [0, *itertools.accumulate(len(pieces.add(token)) for token in tokens)][: len(tokens)]
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Returns the text of a token behind another one, as decoders may leave out the space of a first token."""
+    once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+    return twice.removeprefix(once)
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Returns the bytes of a token in UTF-8, also of one that is a part of a character."""
+    text, name = token_text(tokenizer, token), tokenizer.id_to_token(token)
+    if _CUT not in text:
+        return text.encode()
+    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):  # of SentencePiece
+        return bytes.fromhex(byte[1])
+    letters = _byte_letters()
+    return bytes(letters[letter] for letter in name) if letters.keys() >= {*name} else text.encode()
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """Returns the byte for which each letter stands in names of byte-level tokens: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 class StopTexts:

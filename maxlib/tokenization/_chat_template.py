@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +16,7 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in text
+_OTHERS = "additional_chat_templates"  # folder of the templates that are not the default
 _CONTINUED = "CONTINUED_HERE "  # the space shows whether the template strips messages
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the standard one first
 # Arguments of transformers' method that would otherwise be variables of the template, without effect.
@@ -131,6 +133,15 @@ class ChatTemplate:
         before, _, end = self(messages, add_generation_prompt=False).rpartition(mark)
         return end.strip() if before else ""
 
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the templates where `from_directory` and transformers find them, in place of those that are there."""
+        shutil.rmtree(Path(directory) / _OTHERS, ignore_errors=True)
+        for name, source in self._sources.items():
+            file = "chat_template.jinja" if name == "default" else f"{_OTHERS}/{name}.jinja"
+            path = Path(directory) / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source, encoding="utf-8")
+
     def _choose(self, name: str | None, tools: Any) -> str:
         if name is None:
             name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
@@ -145,7 +156,7 @@ class ChatTemplate:
 def _sources(directory: Path) -> dict[str, str]:
     """Reads templates by name: those in files of their own replace the ones in tokenizer_config.json."""
     files = [("default", directory / "chat_template.jinja")]
-    files += [(path.stem, path) for path in sorted(directory.glob("additional_chat_templates/*.jinja"))]
+    files += [(path.stem, path) for path in sorted(directory.glob(f"{_OTHERS}/*.jinja"))]
     try:
         sources = {name: path.read_text(encoding="utf-8") for name, path in files if path.exists()}
     except UnicodeDecodeError as error:
