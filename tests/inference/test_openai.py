@@ -105,7 +105,12 @@ def test_the_official_client_reads_completions(model, client):
     assert all(len(top) == 2 and max(top, key=top.get) == f"token_id:{token}"
                for top, token in zip(choice.logprobs.top_logprobs, want.tokens, strict=True))  # fmt: skip
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(ids), len(want.tokens))
-    pieces = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    shown = [TOKENIZER.decode(want.tokens[:n]).rstrip("\ufffd") for n in range(len(want.tokens))]
+    offsets = choice.logprobs.text_offset
+    assert all(length <= offset <= n for n, (offset, length) in enumerate(zip(offsets, map(len, shown), strict=True)))
+    pieces = list(client.completions.create(**options, logprobs=2, stream=True, stream_options={"include_usage": True}))
+    probs = [piece.choices[0].logprobs for piece in pieces if piece.choices and piece.choices[0].logprobs]
+    assert [offset for each in probs for offset in each.text_offset] == offsets
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == choice.text
     assert pieces[-1].usage == got.usage.model_copy(
         update={"prompt_tokens_details": pieces[-1].usage.prompt_tokens_details}
@@ -144,6 +149,9 @@ def test_the_official_client_reads_chats(client):
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
     probs = got.choices[0].logprobs.content
     assert len(probs) == 9 and probs[0].logprob == pytest.approx(probs[0].top_logprobs[0].logprob)
+    # Bytes, also of tokens that are parts of a character, are those of the text.
+    assert all(len(prob.bytes) == 1 for prob in probs)
+    assert b"".join(map(bytes, (prob.bytes for prob in probs))).decode(errors="replace") == content
     prompt = "u:Hia:"
     same = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0)
     assert same.choices[0].text == content
@@ -164,7 +172,8 @@ class Scripted:
 def test_tools_are_called_and_answered(model, monkeypatch):
     engine, app = make_app(model)
     call = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
-    script, submit = Scripted(f"Wait <b> <tool_call>\n{call}\n</tool_call>"), engine.submit
+    written = f"<tool_call>\n{call}\n</tool_call>"
+    script, submit = Scripted(f"Wait <b> {written}"), engine.submit
     monkeypatch.setattr(engine, "submit", lambda *args, **options: submit(*args, **options | {"processors": [script]}))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
@@ -177,6 +186,10 @@ def test_tools_are_called_and_answered(model, monkeypatch):
         chunks = list(client.chat.completions.create(**options, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Wait <b> "
         assert json.loads(chunks[-1].choices[0].delta.tool_calls[0].function.arguments) == {"a": 1, "b": "x"}
+        script.ids = [*TOKENIZER.encode(written * 2).ids, EOS]
+        for options_of_calls, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+            (choice,) = client.chat.completions.create(**options, **options_of_calls).choices
+            assert len(choice.message.tool_calls) == count
         answer = [choice.message, {"role": "tool", "tool_call_id": made.id, "content": "2"}]
         script.ids = [*TOKENIZER.encode("It is <too late").ids, EOS]
         (choice,) = client.chat.completions.create(**options | {"messages": [*options["messages"], *answer]}).choices

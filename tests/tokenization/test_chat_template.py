@@ -53,6 +53,16 @@ def test_found_wherever_directories_keep_it(tmp_path):
     assert stored(tmp_path, tokens | {"chat_template": "old"}, template=short)(TURNS) == want
 
 
+def test_saved_templates_replace_those_that_are_there(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("old")
+    ChatTemplate({"default": "plain", "tool_use": "tools"}).save(tmp_path)
+    read = ChatTemplate.from_directory(tmp_path)
+    assert (read([]), read([], tools=[])) == ("plain", "tools")
+    with pytest.raises(ValueError, match="must be one of default, tool_use"):
+        read([], chat_template="rag")
+
+
 def test_a_directory_without_one_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no chat template, .*pass one as default="):
         stored(tmp_path, {"bos_token": "<s>"})

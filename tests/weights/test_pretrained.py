@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import inference, nn, ops, quantization, sharding, training, weights
+from maxlib import inference, nn, ops, quantization, sharding, tokenization, training, weights
 from maxlib.models import llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
@@ -188,6 +188,20 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_source(model, tmp_path):
     maxlib.save_pretrained(model, out, like=source, tokenizer=own)
     assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("z").ids == [1]
     assert (out / "chat_template.jinja").exists() and not (out / "merges.txt").exists()
+
+
+def test_a_bare_tokenizer_keeps_the_template_and_the_special_tokens_of_the_source(model, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    maxlib.save_pretrained(model, source, tokenizer=tiny_tokenizer(), generation={"eos_token_id": 0})
+    stated = {
+        "eos_token": "<eos>",
+        "bos_token": "<not there>",
+        "chat_template": "{{ messages[0].content }}{{ eos_token }}",
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(stated))
+    maxlib.save_pretrained(model, out, like=source, tokenizer=tiny_tokenizer())
+    assert ChatTemplate.from_directory(out)([{"role": "user", "content": "a"}]) == "a<eos>"
+    assert tokenization.special_tokens(out) == {"eos_token": "<eos>"}
 
 
 def test_the_end_of_a_hugging_face_tokenizer_is_taken_over(model, tmp_path):
