@@ -79,7 +79,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
@@ -88,7 +88,8 @@ class ChatTemplate:
         Args:
             messages: Each with `role` and `content`.
             add_generation_prompt: True ends the prompt with the beginning of an answer.
-            continue_final_message: True ends the prompt within the last message, for the model to continue.
+            continue_final_message: True ends the prompt within the last message, for the model to continue; the name
+                of a field, such as "reasoning_content", within that field.
             chat_template: Name of the template to use.
             variables: What this template takes besides, such as `tools`.
 
@@ -101,7 +102,8 @@ class ChatTemplate:
                 f"a ChatTemplate returns text, so it takes no {', '.join(sorted(ignored))}; encode the text"
             )
         if continue_final_message:
-            add_generation_prompt, messages = False, _with_mark(messages)
+            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            add_generation_prompt, messages = False, _with_mark(messages, field)
         names = {
             "tools": None,
             "documents": None,
@@ -186,17 +188,19 @@ def _normalized(message: Message) -> dict[str, Any]:
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
-def _with_mark(messages: Sequence[Message]) -> list[Message]:
-    """Appends a mark to the text of the last message."""
+def _with_mark(messages: Sequence[Message], field: str) -> list[Message]:
+    """Appends a mark to the text of a field of the last message."""
+    if not messages:
+        raise ValueError("continue_final_message needs a message, got none")
     *before, last = messages
-    content = last["content"]
+    content = last.get(field)
     if isinstance(content, str):
-        return [*before, {**last, "content": content + _CONTINUED}]
+        return [*before, {**last, field: content + _CONTINUED}]
     at = max((i for i, block in enumerate(content or []) if "text" in block), default=None)
     if at is None:
-        raise ValueError("continue_final_message=True needs text in the last message")
+        raise ValueError(f"continue_final_message needs text in {field!r} of the last message")
     marked = {**content[at], "text": content[at]["text"] + _CONTINUED}
-    return [*before, {**last, "content": [*content[:at], marked, *content[at + 1 :]]}]
+    return [*before, {**last, field: [*content[:at], marked, *content[at + 1 :]]}]
 
 
 def _before_mark(text: str) -> str:

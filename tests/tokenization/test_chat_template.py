@@ -218,3 +218,15 @@ def test_the_last_message_is_continued_as_in_transformers(content):
         assert ChatTemplate(template)(chat, **options) == want[0]
     with pytest.raises(ValueError, match="a template that writes the last message"):
         ChatTemplate("{{ messages[0].content }}")(chat, continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_is_continued_as_in_transformers(name):
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    chat = [*TURNS, {"role": "assistant", "content": "", name: "half a "}]
+    template = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }};{% endfor %}"
+    want, _ = utils.render_jinja_template([chat], chat_template=template, continue_final_message=name)
+    assert ChatTemplate(template)(chat, continue_final_message=name) == want[0]
+    for messages in ([], TURNS):
+        with pytest.raises(ValueError, match="continue_final_message needs"):
+            ChatTemplate(template)(messages, continue_final_message=name)
