@@ -225,8 +225,8 @@ def _typed(value: str, kinds: set[str]) -> Any:
         return value
     constants = {"True": True, "False": False, "None": None}  # as templates write Python's
     try:
-        read = constants[value] if value in constants else json.loads(value)
-    except ValueError:
+        read = constants[value] if value in constants else _DECODER.decode(value)
+    except (ValueError, RecursionError):
         return value
     other = kinds - {"string"}
     fits = _TYPES[type(read)] in other or (isinstance(read, int) and "number" in other)
@@ -246,7 +246,7 @@ def _call(name: Any, arguments: Any, text: str) -> ToolCall:
 def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
     """Reads the JSON object at a place of the text, and returns it and where it ends."""
     try:
-        value, end = json.JSONDecoder(strict=False).raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a tool call must be JSON ({error}), got {text[at : at + _QUOTED]!r}") from None
     if not isinstance(value, dict):
@@ -256,9 +256,16 @@ def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"arguments of a tool call must be JSON ({error}), got {text[:_QUOTED]!r}") from None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"JSON has no {constant}")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # Python's own would read NaN and Infinity
 
 
 def _skip_space(text: str, at: int) -> int:
