@@ -144,12 +144,15 @@ class StopTexts:
     """Texts that end a completion.
 
     Args:
-        decode: Converts ids to text.
-        texts: The texts; empty ones are ignored.
+        tokenizer: Converts ids to text.
+        texts: The texts, which may be those of special tokens; empty ones are ignored.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], texts: Collection[str]):
-        self._decode, self.texts = decode, [text for text in texts if text]
+    def __init__(self, tokenizer: Any, texts: Collection[str]):
+        self._decode, self.texts = tokenizer.decode, [text for text in texts if text]
+        added = getattr(tokenizer, "get_added_tokens_decoder", dict)().values()
+        if any(token.special and token.content in text for token in added for text in self.texts):
+            self._decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         # Tokens, except special ones, have at least one byte, so this many tokens contain any of these texts.
         self._tail = 8 + max((len(text.encode()) for text in self.texts), default=0)
 
