@@ -43,7 +43,7 @@ class _Choice:
         self._format: ToolFormat | None = tool_format
         self.tool_calls: list[ToolCall] = []
         self.reasoning, self._text, self._num_written = "", "", 0
-        self.text_offset = 0  # characters in the events of a stream so far
+        self.text_offset = 0  # characters of the tokens in the events of a stream so far
 
     async def pieces(self) -> AsyncIterator[tuple[str, int]]:
         """Yields pieces of text that are certain, each with the number of tokens until then."""
@@ -350,7 +350,9 @@ class Server:
         if fields.logprobs is None:
             return {"text": text}
         log_probs, best = await asyncio.to_thread(self.engine.score, prompt, fields.logprobs)
-        return {"text": text, "logprobs": self._log_probs(fields, [], prompt, [None, *log_probs], [None, *best], 0)}
+        offsets = text_lengths(self.tokenizer, [], prompt)[:-1]
+        probs = self._log_probs(fields, prompt, [None, *log_probs], [None, *best], offsets)
+        return {"text": text, "logprobs": probs}
 
     def _completion(
         self, fields: CompletionFields, choice: _Choice, text: str, index: int, echo: dict[str, Any] | None
@@ -361,7 +363,8 @@ class Server:
             best = list(request.best) if request.best else [([], [])] * count
             start = len(echo["text"]) if echo else 0
             tokens, drawn = request.tokens[:count], request.log_probs[:count]
-            log_probs = self._log_probs(fields, request.prompt, tokens, drawn, best[:count], start)
+            offsets = [start + length for length in text_lengths(self.tokenizer, request.prompt, tokens)[:-1]]
+            log_probs = self._log_probs(fields, tokens, drawn, best[:count], offsets)
         text = text if fields.max_tokens else ""
         answer: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
         if fields.return_token_ids:
@@ -373,20 +376,10 @@ class Server:
         return answer | {"text": text, "logprobs": log_probs}
 
     def _log_probs(
-        self, fields: Fields, before: Sequence[int], tokens: Any, log_probs: Any, best: Any, start: int
-    ) -> dict[str, list[Any]]:
-        """Returns log-probabilities in the format of completions.
-
-        Args:
-            fields: The request.
-            before: Ids before the tokens.
-            tokens: The tokens.
-            log_probs: Those of the tokens.
-            best: For each token the best ones and their log-probabilities.
-            start: Offset of the first token in the text.
-        """
+        self, fields: Fields, tokens: Any, log_probs: Any, best: Any, offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        """Returns log-probabilities in the format of completions; `offsets` are the places of the tokens in the text."""
         names = [self._token(fields, token) for token in tokens]
-        offsets = [start + length for length in text_lengths(self.tokenizer, before, tokens)]
         tops: list[Any] = []
         for name, log_prob, alternatives in zip(names, log_probs, best, strict=True):
             if alternatives is None:
@@ -498,8 +491,9 @@ def _completion_chunk(
     if fields.logprobs is not None and end > start:
         best = request.best[start:end] or [([], [])] * (end - start)
         before, tokens = [*request.prompt, *request.tokens[:start]], request.tokens[start:end]
-        log_probs = server._log_probs(fields, before, tokens, request.log_probs[start:end], best, choice.text_offset)
-    choice.text_offset += len(piece or "")
+        offsets = [choice.text_offset + length for length in text_lengths(server.tokenizer, before, tokens)]
+        *offsets, choice.text_offset = offsets
+        log_probs = server._log_probs(fields, tokens, request.log_probs[start:end], best, offsets)
     ids = {"token_ids": request.tokens[start:end]} if fields.return_token_ids else {}
     return {
         "text": piece or "",

@@ -110,9 +110,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def text_lengths(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Returns the number of whole characters in front of each token, from the first one on."""
+    """Returns the number of whole characters from the first token to each one, and to the end of the last."""
     pieces = _Pieces(tokenizer.decode, before)
-    return [0, *itertools.accumulate(len(pieces.add(token)) for token in tokens)][: len(tokens)]
+    return [0, *itertools.accumulate(len(pieces.add(token)) for token in tokens)]
 
 
 def token_text(tokenizer: Any, token: int) -> str:
