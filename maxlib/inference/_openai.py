@@ -378,7 +378,7 @@ class Server:
     def _log_probs(
         self, fields: Fields, tokens: Any, log_probs: Any, best: Any, offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """Returns log-probabilities in the format of completions; `offsets` are the places of the tokens in the text."""
+        """Returns log-probabilities in the format of completions; `offsets` are the tokens' places in the text."""
         names = [self._token(fields, token) for token in tokens]
         tops: list[Any] = []
         for name, log_prob, alternatives in zip(names, log_probs, best, strict=True):
@@ -491,8 +491,8 @@ def _completion_chunk(
     if fields.logprobs is not None and end > start:
         best = request.best[start:end] or [([], [])] * (end - start)
         before, tokens = [*request.prompt, *request.tokens[:start]], request.tokens[start:end]
-        offsets = [choice.text_offset + length for length in text_lengths(server.tokenizer, before, tokens)]
-        *offsets, choice.text_offset = offsets
+        lengths = text_lengths(server.tokenizer, before, tokens)
+        *offsets, choice.text_offset = [choice.text_offset + length for length in lengths]
         log_probs = server._log_probs(fields, tokens, request.log_probs[start:end], best, offsets)
     ids = {"token_ids": request.tokens[start:end]} if fields.return_token_ids else {}
     return {
