@@ -189,7 +189,10 @@ class Server:
         for n, (choice, text) in enumerate(zip(choices, texts, strict=True)):
             echo = echoes[n // fields.n] if fields.echo else None
             answers.append(self._completion(fields, choice, text, n, echo))
-        return _json(self._envelope("text_completion", answers) | {"usage": self._usage(prompts, choices)})
+        return _json(
+            self._envelope("text_completion", answers)
+            | {"usage": self._usage(prompts, choices if fields.max_tokens else [])}
+        )
 
     async def chat(self, request: Any) -> Any:
         """Answers `/v1/chat/completions`."""

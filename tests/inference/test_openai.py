@@ -137,6 +137,8 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(model, client):
     np.testing.assert_allclose(probs.token_logprobs[1:-1], want[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
     np.testing.assert_allclose([max(top.values()) for top in probs.top_logprobs[1:]], want.max(-1), atol=1e-5)
     assert got.choices[0].text.startswith("A wall of bricks")
+    alone = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True)
+    assert alone.choices[0].text == "A wall of bricks" and alone.usage.completion_tokens == 0
 
 
 def test_the_official_client_reads_chats(client):
