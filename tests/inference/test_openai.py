@@ -152,7 +152,7 @@ def test_the_official_client_reads_chats(client):
     probs = got.choices[0].logprobs.content
     assert len(probs) == 9 and probs[0].logprob == pytest.approx(probs[0].top_logprobs[0].logprob)
     # Bytes, also of tokens that are parts of a character, are those of the text.
-    assert all(len(prob.bytes) == 1 for prob in probs)
+    assert all(len(prob.bytes) == 1 for prob in probs if prob.token)  # ids from 257 on have no text
     assert b"".join(map(bytes, (prob.bytes for prob in probs))).decode(errors="replace") == content
     prompt = "u:Hia:"
     same = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0)
@@ -174,8 +174,7 @@ class Scripted:
 def test_tools_are_called_and_answered(model, monkeypatch):
     engine, app = make_app(model)
     call = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
-    written = f"<tool_call>\n{call}\n</tool_call>"
-    script, submit = Scripted(f"Wait <b> {written}"), engine.submit
+    script, submit = Scripted(f"Wait <b> <tool_call>\n{call}\n</tool_call>"), engine.submit
     monkeypatch.setattr(engine, "submit", lambda *args, **options: submit(*args, **options | {"processors": [script]}))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
@@ -188,7 +187,7 @@ def test_tools_are_called_and_answered(model, monkeypatch):
         chunks = list(client.chat.completions.create(**options, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Wait <b> "
         assert json.loads(chunks[-1].choices[0].delta.tool_calls[0].function.arguments) == {"a": 1, "b": "x"}
-        script.ids = [*TOKENIZER.encode(written * 2).ids, EOS]
+        script.ids = [*TOKENIZER.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2).ids, EOS]
         for options_of_calls, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
             (choice,) = client.chat.completions.create(**options, **options_of_calls).choices
             assert len(choice.message.tool_calls) == count
