@@ -207,7 +207,7 @@ class Server:
             text = await asyncio.to_thread(
                 self.template, messages, tools=fields.tools or None, **fields.chat_template_kwargs
             )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: a variable that it has already
             raise BadRequest(str(error), "messages") from None
         prompt = await self._ids(text, special=False)
         if fields.max_tokens is None:

@@ -268,6 +268,8 @@ GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
                "path": "/v1/chat/completions"}),
         (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
                "path": "/v1/chat/completions"}),
+        (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": "x"}],
+                        "chat_template_kwargs": {"tools": []}}, "path": "/v1/chat/completions"}),
     ],
 )  # fmt: skip
 def test_errors_have_the_shape_of_openai(served, caplog, status, options):
