@@ -193,7 +193,7 @@ def _with_mark(messages: Sequence[Message], field: str) -> list[Message]:
     if not messages:
         raise ValueError("continue_final_message needs a message, got none")
     *before, last = messages
-    content = last.get(field)
+    content: Any = last.get(field)
     if isinstance(content, str):
         return [*before, {**last, field: content + _CONTINUED}]
     at = max((i for i, block in enumerate(content or []) if "text" in block), default=None)
