@@ -79,6 +79,11 @@ def first_ids(*known: Mapping[str, Any]) -> dict[str, Any]:
     return {name: next((ids[name] for ids in known if ids.get(name) is not None), None) for name in IDS}
 
 
+def with_ids(config: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of config.json with ids; an unknown one does not override one that the family writes."""
+    return {**config, **{name: value for name, value in ids.items() if value is not None or name not in config}}
+
+
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
     """Copies the files and folders of a directory whose names match one of the patterns."""
     for path in sorted(source.iterdir()):
@@ -87,14 +92,16 @@ def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
             copy(path, target / path.name)
 
 
-def add_end_of_turn(directory: Path) -> None:
-    """Adds the special token that ends an answer in the chat template to the ids that end a text."""
-    end = _end_of_turn(directory)
+def add_end_of_turn(directory: Path, eos: int | None = None) -> None:
+    """Adds the special token that ends an answer in the chat template, and `eos`, the one that a new tokenizer ends
+    texts with, to the ids that end a text.
+    """
     stored, config = _read(directory / GENERATION), _read(directory / "config.json")
     ids = first_ids(stored, config, config.get("text_config") or {})["eos_token_id"]
     known = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if end is not None and end not in known:
-        write_json(directory / GENERATION, {**stored, "eos_token_id": [*known, end]})
+    ends = dict.fromkeys(end for end in (eos, _end_of_turn(directory)) if end is not None and end not in known)
+    if ends:
+        write_json(directory / GENERATION, {**stored, "eos_token_id": [*known, *ends]})
 
 
 def _end_of_turn(directory: Path) -> int | None:

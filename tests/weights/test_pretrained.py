@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
 from maxlib import inference, nn, ops, quantization, sharding, tokenization, training, weights
-from maxlib.models import llama
+from maxlib.models import bert, llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
 from maxlib.weights import _saving
@@ -209,6 +209,9 @@ def test_the_end_of_a_hugging_face_tokenizer_is_taken_over(model, tmp_path):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), eos_token="<eos>")
     maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=theirs)
     assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 0
+    maxlib.save_pretrained(model, tmp_path / "base", generation={"eos_token_id": [1, 2]})
+    maxlib.save_pretrained(model, tmp_path / "tuned", like=tmp_path / "base", tokenizer=theirs)
+    assert inference.stop_tokens(tmp_path / "tuned") == [1, 2, 0]  # also where the source had another tokenizer
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -289,6 +292,17 @@ def test_quantized_weights_have_a_call_of_their_own(copied, tmp_path):
     with pytest.raises(ValueError, match="write it with maxlib.quantization.save.model, directory., which"):
         maxlib.save_pretrained(small, tmp_path / "out")
     quantization.save(small, tmp_path / "out")
+
+
+def test_ids_that_a_family_needs_are_written_also_without_a_source(tmp_path):
+    """RoBERTa numbers positions from its padding on."""
+    cfg = bert.Config(vocab=8, num_layers=1, dim=8, mlp_dim=8, num_heads=2, num_positions=9, first_position=1)
+    small = jax.eval_shape(lambda: bert.Bert(cfg, rngs=nnx.Rngs(0)))
+    small = nn.combine({path: jnp.zeros(v.shape) for path, v in nn.variables(small).items()}, small)
+    maxlib.save_pretrained(small, tmp_path / "plain")
+    quantization.save(small, tmp_path / "quantized")
+    for name in ("plain", "quantized"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["pad_token_id"] == 0
 
 
 def test_arguments_that_do_not_exist_are_named(exported):
