@@ -12,9 +12,9 @@ def keep_freed_memory() -> bool:
     """Lets this process keep the memory that it frees; call it before jax computes, in programs that train on CPUs.
 
     A program of XLA takes its temporary arrays from the C library and frees them at its end. glibc returns what is
-    larger than 32 MiB to the system, which clears every page anew in the next step: a tenth of a step of four layers of
-    512. The price is that the process does not get smaller any more and may hold the temporaries of a step twice, and that
-    all threads share one heap.
+    larger than 32 MiB to the system, which clears every page anew in the next step: 8 % of a step of four layers of
+    512. The price is that the process does not get smaller any more, may hold the temporaries of a step twice, and has
+    one heap for all threads.
 
     Returns:
         False where the C library has no such settings, as on macOS; then nothing changes.
