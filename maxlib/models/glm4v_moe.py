@@ -100,7 +100,7 @@ PRESETS = {
     "glm-4.5v-106b": Config(
         vocab=151_552, num_layers=46, num_dense=1, dim=4096, mlp_dim=10_944, expert_dim=1408, num_heads=96,
         num_kv_heads=8, head_dim=128, rope=Rope(64, 10_000.0, max_length=65_536), num_experts=128, num_shared=1, top_k=8,
-        vision=Vision(mlp_dim=4096, image_token=151_363, video_token=151_364),
+        vision=Vision(mlp_dim=4096, projector_dim=10_944, image_token=151_363, video_token=151_364),
     ),
 }
 # fmt: on

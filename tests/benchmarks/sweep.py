@@ -47,6 +47,7 @@ SLOW = {
     "deepseek-v2-lite": "rows of experts 1408 wide pass through memory",
     "falcon-h1-0.5b": "the chunks of Mamba-2 pass through memory",
     "gemma4-26b-a4b": "rows of experts 704 wide pass through memory",
+    "glm-5.3-flash": "four streams, the chunks of Kimi delta attention and rows of experts pass through memory",
     "glm-4.7-flash": "rows of experts 1536 wide pass through memory",
     "gpt-oss-120b": "rows of experts pass through memory: 4 of 128 per token, with biases",
     "gpt-oss-20b": "rows of experts pass through memory: 4 of 32 per token, with biases",
