@@ -144,7 +144,8 @@ class Fields:
             value = parent.take(last, kind=kind)
         else:
             nullable = optional or null not in (dataclasses.MISSING, REQUIRED)
-            default = REQUIRED if last in parent else _resolved(absent, c)  # which may refuse the other fields
+            is_stated = parent.take(last, None, kind=object) is not None
+            default = REQUIRED if is_stated else _resolved(absent, c)  # a function may refuse the other fields
             value = parent.take(last, default, kind=kind, nullable=nullable)
         if value is None and not optional:
             value = _resolved(null, c)
