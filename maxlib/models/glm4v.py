@@ -84,7 +84,6 @@ FIELDS = Multimodal(
         "vision_config.model_type": ("glm4v_vision", "glm4v"),  # the second as first written
         "vision_config.out_hidden_size": lambda c: c.dim,
     },
-    tied=False,
     text_alone=False,
 )
 PREFIX = "model.language_model"  # before names of text

@@ -85,7 +85,6 @@ FIELDS = Multimodal(
         "vision_config.model_type": ("glm4v_moe_vision", "glm4v_moe"),  # the second as first written
         "vision_config.out_hidden_size": lambda c: c.dim,
     },
-    tied=False,
     text_alone=False,
 )
 
