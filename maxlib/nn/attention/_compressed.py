@@ -15,7 +15,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._compressor import Compressor, EntryCache, rotate_last
 from maxlib.nn.attention._index_loss import Attended, IndexLoss
-from maxlib.nn.attention._indexer import Chosen, Index, Indexer, fix
+from maxlib.nn.attention._indexer import Chosen, Index, Indexer, fix, head_weights
 from maxlib.nn.attention._joint_attention import attend_jointly
 from maxlib.nn.cache import KVCache, LayerCache, RingCache, kv_cache
 from maxlib.nn.decoder._context import Context, context_of
@@ -79,7 +79,8 @@ class EntryIndexer(Indexer):
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        super().__init__(dim, q_rank, head_dim=head_dim, rope=rope, rngs=rngs, **options)
+        super().__init__(q_rank, head_dim=head_dim, rope=rope, rngs=rngs, **options)
+        self.weight = head_weights(dim, self.num_heads, rngs=rngs)
         self.compressor = Compressor(dim, head_dim, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
         if not trained:
             fix(self)

@@ -69,26 +69,28 @@ class Chosen:
 
 
 class Indexer(nnx.Module):
-    """Base class of indexers, whose subclasses make keys: `sum over heads of w relu(q . k) / sqrt(Hi I)` scores a key.
+    """Base class of indexers, whose subclasses make keys and `weight`: `sum over heads of w relu(q . k) / sqrt(Hi I)`
+    scores a key.
 
     No gradient passes through the choice of the best keys: only an `IndexLoss` trains the weights.
 
     Args:
-        dim: Width D of the residual stream.
         q_rank: Size R of the latent of queries, of which the layer's own queries are made too.
         num_heads: Number I of index heads; all share one key.
         head_dim: Width Hi of index queries and keys.
         top_k: Keys that a query attends to.
         rope: Rotation of the first `rope.dim` numbers of index queries and keys; not used if `_rotate` is overridden.
         rngs: Source of initial values.
+
+    Attributes:
+        weight: Projection of the input to a weight of each head (`head_weights`).
     """
 
-    def __init__(
-        self, dim: int, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, rope: Any = None, rngs: nnx.Rngs
-    ):
-        D, R, I, H = dim, q_rank, num_heads, head_dim
+    weight: Einsum
+
+    def __init__(self, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, rope: Any = None, rngs: nnx.Rngs):
+        R, I, H = q_rank, num_heads, head_dim
         self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
-        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
         self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
 
     @property
@@ -169,16 +171,22 @@ class LightningIndexer(Indexer):
     """
 
     def __init__(self, dim: int, q_rank: int, *, head_dim: int, trained: bool = False, rngs: nnx.Rngs, **options: Any):
-        super().__init__(dim, q_rank, head_dim=head_dim, rngs=rngs, **options)
+        super().__init__(q_rank, head_dim=head_dim, rngs=rngs, **options)
         axes = ("head_dim", "embed")
         self.k = Einsum("...D,HD->...H", (head_dim, dim), axes, gather_once=True, rngs=rngs)
         self.k_norm = LayerNorm(head_dim, eps=1e-6)
+        self.weight = head_weights(dim, self.num_heads, rngs=rngs)
         if not trained:
             fix(self)
 
     def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T Hi"]:
         """Returns the index keys of tokens."""
         return self._rotate(self.k_norm(self.k(x))[:, :, None], ctx)[:, :, 0]
+
+
+def head_weights(dim: int, num_heads: int, *, rngs: nnx.Rngs) -> Einsum:
+    """Makes the projection of an indexer's input of width `dim` to a weight of each head."""
+    return Einsum("...D,ND->...N", (num_heads, dim), ("heads", "embed"), rngs=rngs)
 
 
 def fix(module: nnx.Module) -> None:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib.nn._linear import Einsum
-from maxlib.nn.attention._indexer import Chosen, Index, Indexer, fix
+from maxlib.nn.attention._indexer import Chosen, Index, Indexer, fix, head_weights
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import LayerNorm, RMSNorm
 from maxlib.ops import MRope, Rope
@@ -83,12 +83,13 @@ class PooledIndexer(PoolIndexer):
     """
 
     def __init__(self, dim: int, q_rank: int, *, head_dim: int, pool: int, rngs: nnx.Rngs, **options: Any):
-        super().__init__(dim, q_rank, head_dim=head_dim, rngs=rngs, **options)
+        super().__init__(q_rank, head_dim=head_dim, rngs=rngs, **options)
         shape, axes = (head_dim, dim), ("head_dim", "embed")
         self.k = Einsum("...D,HD->...H", shape, axes, gather_once=True, rngs=rngs)
         self.gate = Einsum("...D,HD->...H", shape, axes, gather_once=True, rngs=rngs)
         self.place = nnx.Param(jnp.zeros((pool, head_dim)), axes=("tap", "head_dim"))
         self.k_norm = LayerNorm(head_dim, eps=1e-6)
+        self.weight = head_weights(dim, self.num_heads, rngs=rngs)
         self.pool = pool
         fix(self)
 
