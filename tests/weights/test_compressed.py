@@ -51,14 +51,14 @@ def written(request, model, tmp_path_factory):
 
 
 def with_zeros(small):
-    """A quantized model with random zero points of four bits."""
+    """A quantized model with random zero points."""
     random = np.random.default_rng(0)
 
     def change(path, site):
         if not isinstance(site.w, nn.quantized.QuantizedWeight):
             return site
         w = site.w.with_zeros()
-        w.zeros = w.zeros.replace(jnp.asarray(random.integers(-8, 8, w.scale.get_value().shape, np.int8)))
+        w.zeros = w.zeros.replace(jnp.asarray(random.integers(-4, 4, w.scale.get_value().shape, np.int8)))
         return sites.replace(site, w=w)
 
     return sites.map_sites(small, change)
@@ -80,7 +80,10 @@ def test_transformers_computes_the_same(written):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     small, path = written
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # compressed-tensors 0.20 gives packed zero points the shape of unpacked ones, unless weights are dequantized.
+    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    options = options if path.name == "int4_zeros" else {}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     tokens = parity.tokens(CFG.vocab, 24)
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
