@@ -4,7 +4,8 @@ batches of real text.
     python -m tests.benchmarks.quantization [--steps 300 --dim 128 --seed 0] [--formats full int8 fp8] [--json out.json]
     python -m tests.benchmarks.quantization --dtype bfloat16 --formats full fp8_block --draw docs/fp8_block.png
 
-`--shake 1` changes all initial values by 1e-4 of each: what two such runs differ by is noise.
+`--shake 1` changes all initial values by 1e-4 of each: what two such runs differ by is noise. `--switch 0.8` takes the
+last fifth of the steps in full precision, as NVIDIA ends its training in NVFP4.
 
 Prints the validation loss of each, its difference from full precision, what rounding changes in the loss and in the
 gradient of the model that was trained in full precision (at equal weights nothing is chaotic), bytes of the parameters,
@@ -113,6 +114,12 @@ def cosine(a, b):
     return dot(a, b) / (dot(a, a) * dot(b, b)) ** 0.5
 
 
+def in_full_precision(state):
+    """The state of a run that goes on without rounding."""
+    plain = quantization.full_precision(nn.combine(state.trainable, state.rest))
+    return dataclasses.replace(state, rest=nn.partition(plain, nn.tree.is_trainable)[1])
+
+
 def run(build, preset, args, train, held_out):
     start = jax.jit(build)()
     if args.shake:
@@ -128,7 +135,9 @@ def run(build, preset, args, train, held_out):
     step = training.jit_step(step)
     state, metrics = step(state, train[0])
     losses, begin = [metrics["nll"]], time.process_time()
-    for batch in train[1:]:
+    for number, batch in enumerate(train[1:], 1):
+        if number == round(args.switch * args.steps):
+            state = in_full_precision(state)
         state, metrics = step(state, batch)
         losses.append(metrics["nll"])
     seconds = (jax.block_until_ready(losses), time.process_time() - begin)[1] / len(train[1:])
@@ -199,13 +208,14 @@ def main():
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--switch", type=float, default=1.0, help="share of the steps that are rounded")
     parser.add_argument("--models", nargs="+", default=["llama", "moe"])
     parser.add_argument("--formats", nargs="+", default=["full", "int8", "int8_gradients", "fp8", "fp8_block"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--draw", type=Path, help="a picture of the curves")
     args = parser.parse_args()
-    results = kept(args, {name: getattr(args, name) for name in (*sizes, "learning_rate", "dtype")})
+    results = kept(args, {name: getattr(args, name) for name in (*sizes, "learning_rate", "switch", "dtype")})
     train, held_out = batches(args)
     columns = ("validation loss", "difference", "bytes", "training FLOPs quantized", "CPU time of a step")
     table = Table("model", "format", *columns)
