@@ -58,7 +58,7 @@ def with_zeros(small):
         if not isinstance(site.w, nn.quantized.QuantizedWeight):
             return site
         w = site.w.with_zeros()
-        w.zeros = w.zeros.replace(jnp.asarray(random.integers(-4, 4, w.scale.get_value().shape, np.int8)))
+        w.zeros = w.scale.replace(jnp.asarray(random.integers(-4, 4, w.scale.get_value().shape, np.int8)))
         return sites.replace(site, w=w)
 
     return sites.map_sites(small, change)
