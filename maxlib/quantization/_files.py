@@ -62,9 +62,9 @@ def save(
         ids = export.write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation
         )
-        export.write_json(part / "config.json", fields.write(model.cfg) | ids)
+        export.write_json(part / "config.json", export.with_ids(fields.write(model.cfg), ids))
         if "eos_token_id" not in (generation or {}):
-            export.add_end_of_turn(part)
+            export.add_end_of_turn(part, getattr(tokenizer, "eos_token_id", None))
         export.write_json(part / MANIFEST, _manifest(model))
         shards = files.shard(headers, files.MAX_SHARD_BYTES)
         for name, members in shards.items():
