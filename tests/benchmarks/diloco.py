@@ -29,10 +29,12 @@ class Route:
     Attributes:
         settings: Settings of DiLoCo; None for data parallelism.
         rate: Factor of the learning rate.
+        b2: AdamW's decay of the mean squared gradient.
     """
 
     settings: dict[str, Any] | None = None
     rate: float = 1.0
+    b2: float = 0.95
 
 
 MEAN = {"outer": optax.sgd(1.0)}
@@ -40,11 +42,13 @@ MOMENTS = {"outer": optax.sgd(1.0), "average_moments": True}
 ROUTES = {
     "data-parallel": Route(),
     "data-parallel-x2": Route(rate=2.0),
+    "data-parallel-slow": Route(b2=0.99),
     "default": Route({}),
     "mean": Route(MEAN),
     "mean-x2": Route(MEAN, 2.0),
     "moments": Route(MOMENTS),
     "moments-x2": Route(MOMENTS, 2.0),
+    "moments-x2-slow": Route(MOMENTS, 2.0, b2=0.99),
 }
 
 
@@ -55,7 +59,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--warm-up", type=float, default=0.25)
-    parser.add_argument("--routes", nargs="+", default=["moments-x2", "default"], choices=list(ROUTES))
+    parser.add_argument("--routes", nargs="+", default=["moments-x2-slow", "default"], choices=list(ROUTES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.experts = 0
@@ -73,7 +77,7 @@ def main() -> None:
         def schedule(step: Any) -> Any:
             return cosine(step) * jnp.where(step < parts, 1.0, route.rate)
 
-        return training.adamw(schedule, mask=training.decay_mask(start))
+        return training.adamw(schedule, mask=training.decay_mask(start), b2=route.b2)
 
     def step_of(route: Route) -> Any:
         return training.make_train_step(loss, optimizer_of(route), dtype="float32", router_bias_update_rate=0)
