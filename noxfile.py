@@ -99,10 +99,10 @@ def tests_accelerator(session: nox.Session) -> None:
     """Run the tests that need this machine's accelerator: `nox -s tests_accelerator -- gpu` (or tpu). They fail
     without one.
     """
-    platform, *more = session.posargs or ["gpu"]
+    platform, *arguments = session.posargs or ["gpu"]
     install_for_tests(session)
     session.install("-e", {"gpu": ".[cuda]", "tpu": ".[tpu]"}[platform])
-    session.run("pytest", "-m", platform, *more, env={"JAX_PLATFORMS": ""})
+    session.run("pytest", "-m", platform, *arguments, env={"JAX_PLATFORMS": ""})
 
 
 @nox.session
@@ -312,8 +312,8 @@ def install_for_tests(session: nox.Session, *options: str) -> None:
 
 def chosen(session: nox.Session, folder: Path, pattern: str) -> list[Path]:
     """Return the scripts named after `--`, or all of them."""
-    found = {path.stem: path for path in sorted(folder.glob(pattern)) if not path.stem.startswith("_")}
-    unknown = [name for name in session.posargs if name not in found]
+    scripts = {path.stem: path for path in sorted(folder.glob(pattern)) if not path.stem.startswith("_")}
+    unknown = [name for name in session.posargs if name not in scripts]
     if unknown:
-        session.error(f"{', '.join(unknown)}: not in {folder}, which has {', '.join(found)}")
-    return [found[name] for name in session.posargs or found]
+        session.error(f"{', '.join(unknown)}: not in {folder}, which has {', '.join(scripts)}")
+    return [scripts[name] for name in session.posargs or scripts]

@@ -161,8 +161,8 @@ def without_their_images(held_out, tokenize, args) -> dict[str, data.Loader]:
 def with_images_of(chat: dict, other: dict) -> dict:
     """Returns `chat` with the images of `other`, repeated as needed."""
     parts = lambda message: message["content"] if isinstance(message["content"], list) else []
-    found = itertools.cycle(part for m in other["messages"] for part in parts(m) if part["type"] == "image")
-    swapped = lambda m: [next(found, part) if part["type"] == "image" else part for part in parts(m)]
+    images = itertools.cycle(part for m in other["messages"] for part in parts(m) if part["type"] == "image")
+    swapped = lambda m: [next(images, part) if part["type"] == "image" else part for part in parts(m)]
     return chat | {"messages": [m | ({"content": swapped(m)} if parts(m) else {}) for m in chat["messages"]]}
 
 
@@ -174,10 +174,10 @@ def shown(metrics: dict, prefix: str = "eval/") -> str:
 def special_ids(directory: Path) -> dict[str, int | None]:
     """Returns the ids at the beginning and end of a document; if there are several end ids, the first."""
     read = lambda name: json.loads((directory / name).read_text()) if (directory / name).exists() else {}
-    config, found = read("config.json"), {}
+    config, ids = read("config.json"), {}
     for fields in (read("generation_config.json"), config.get("text_config", {}), config):
-        found |= {name: value for name, value in fields.items() if value is not None}
-    bos, eos = found.get("bos_token_id"), found.get("eos_token_id")
+        ids |= {name: value for name, value in fields.items() if value is not None}
+    bos, eos = ids.get("bos_token_id"), ids.get("eos_token_id")
     return {"bos_id": bos, "eos_id": eos[0] if isinstance(eos, list) else eos}
 
 

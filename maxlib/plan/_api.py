@@ -56,8 +56,8 @@ def plan(job: Job, *, full: bool = False, keep: str | Path | None = None, timeou
 def estimated(job: Job) -> Plan:
     """Plans a job from shapes and data sheets alone, without compiling, in this process; no compiler is needed.
 
-        found = plan.estimated(plan.Job("llama3.2-1b", "v5e-16", sequence=4096, remat="full"))
-        found.fits, found.peak, found.estimate.mfu
+        estimate = plan.estimated(plan.Job("llama3.2-1b", "v5e-16", sequence=4096, remat="full"))
+        estimate.fits, estimate.peak, estimate.estimate.mfu
 
     Args:
         job: The training step and its target.
