@@ -17,6 +17,7 @@ from maxlib.weights.files import Header
 from maxlib.weights.mapping import Tensor
 
 _BITS = {"int4": 4, "int8": 8, "float8_e4m3fn": 8}
+_unpacked = jax.jit(nn.quantized.unpack, static_argnums=1)
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,9 @@ class _Writer:
     def _factor(self, *, scale: bool):
         def take(path: str, value: Any, index: int | None) -> np.ndarray:
             w = self._layers[path].w
-            values, scales = w.values.get_value(), w.scale.get_value()
-            if index is not None:
-                values, scales = values[index], scales[index]
+            values, scales = (take_array(path, x.get_value(), index) for x in (w.values, w.scale))
             if w.qtype in nn.quantized.FOUR_BITS:
-                values = nn.quantized.unpack(values, w.qtype)
+                values = _unpacked(jnp.asarray(values), w.qtype)
             if not scale:
                 return np.asarray(values.astype(jnp.float32))
             if w.group is not None:
