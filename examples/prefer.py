@@ -11,7 +11,6 @@ Pairs are text; docs/guides/post-training.md says how to train on pairs with ima
 import argparse
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import jax
@@ -84,7 +83,7 @@ def main() -> None:
 
 def pair_loader(args: argparse.Namespace) -> data.Loader:
     """Returns an endless loader of chosen and rejected answers; unusable pairs are counted and skipped."""
-    records = [json.loads(line) for line in args.pairs.read_text(encoding="utf-8").splitlines()]
+    records = data.chats(args.pairs, field="chosen")
     tokenizer = tokenization.load_tokenizer(args.model)
     bad = data.SkipBadRecords(limit=len(records) // 10)
     pairs = bad.guard(data.pairs(records, tokenizer, args.template), name="pairs")

@@ -108,6 +108,7 @@ def arguments() -> argparse.Namespace:
 def load_tokens(args: argparse.Namespace) -> tuple:
     """Returns the tokenizer and the tokens of both parts of the text, which the first run writes."""
     text, directory = " ".join(map(str, args.files)) or "Python's documentation", args.out / "tokens"
+    text += f" in a vocabulary of {args.vocab}"
     if not (directory / "held_out" / "manifest.json").exists():
         write_tokens(text, directory, args)
     if (written := data.read_manifest(directory / "held_out")["description"]) != text:

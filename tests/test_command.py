@@ -100,6 +100,21 @@ def test_inspect_reads_the_newest_step_of_a_checkpointer(capsys, tmp_path):
     assert status == 1 and row["name"] == "w" and "checksums" in row["difference"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("convert", "x", "y", "--quantize", "int8", "--shard", "1GB"), "--shard would have no effect"),
+        (("convert", "x", "y.gguf", "--dtype", "float16", "--quantize", "q8_0"), "--dtype would have no effect"),
+        (("convert", "x", "y.gguf", "--compressed-tensors", "--shard", "1GB"), "--shard, --compressed-tensors would"),
+        (("generate", "x", "Once", "--top-p", "0.9"), "--top-p needs a --temperature above 0"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else None,
+)
+def test_options_that_would_have_no_effect_are_refused(words, message, capsys):
+    assert main([*words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_convert_changes_the_dtype(capsys, directory, tmp_path):
     target = tmp_path / "half"
     assert main(["convert", str(directory), str(target), "--dtype", "bfloat16"]) == 0

@@ -13,7 +13,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of the weights (default: unchanged)"
     )
-    parser.add_argument("--shard", metavar="SIZE", default="5GB", help="maximum file size, such as 500MB (%(default)s)")
+    parser.add_argument("--shard", metavar="SIZE", help="maximum file size, such as 500MB (5GB)")
     parser.add_argument(
         "--quantize",
         metavar="FORMAT",
@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from maxlib import quantization, weights
     from maxlib.weights.export import GENERATION, first_ids
 
-    shard = size(args.shard)
+    _check_options(args)
+    shard = size(args.shard or "5GB")
     source = weights.model_directory(args.model)
     if args.directory.suffix == ".gguf":
         kind = args.quantize or args.dtype or "float16"
@@ -62,6 +63,19 @@ def run(args: argparse.Namespace) -> int:
     files = sorted(args.directory.glob("*.safetensors"))
     print(f"{args.directory}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e9:.3f} GB")
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that would have no effect on this kind of output."""
+    gguf, packed = args.directory.suffix == ".gguf", bool(args.quantize) and not args.compressed_tensors
+    unread = {
+        "--shard": args.shard and (gguf or packed),
+        "--compressed-tensors": gguf and args.compressed_tensors,
+        "--dtype": gguf and args.quantize and args.dtype,
+    }
+    if names := [name for name, is_unread in unread.items() if is_unread]:
+        what = "a .gguf file" if gguf else "quantized weights in maxlib's format"
+        raise ValueError(f"{', '.join(names)} would have no effect on {what}: leave out what is not meant")
 
 
 def size(text: str) -> int:

@@ -23,6 +23,8 @@ def run(args: argparse.Namespace) -> int:
 
     from maxlib import enable_compilation_cache, inference
 
+    if args.top_p is not None and not args.temperature:
+        raise ValueError("--top-p needs a --temperature above 0, with which tokens are drawn, such as 0.7")
     enable_compilation_cache()
     chat = inference.Chat.from_pretrained(args.model, sampler=inference.Sampler(args.temperature, top_p=args.top_p))
     write = chat.complete if args.raw else chat.stream

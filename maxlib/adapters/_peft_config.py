@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,16 +32,17 @@ class Config:
     fields: Mapping[str, Any]
     where: Path  # the file, for errors
 
-    def adapter(self, module: str, dtype: Any) -> LoRA:
-        """Returns the adapter of a module, by the first matching pattern."""
-        rank = _by_pattern(self.fields.get("rank_pattern"), module, self.fields["r"])
-        alpha = _by_pattern(self.fields.get("alpha_pattern"), module, self.fields["lora_alpha"])
+    def adapter(self, spellings: Collection[str], dtype: Any) -> LoRA:
+        """Returns the adapter of a module, by the first pattern that matches one of the spellings of its name."""
+        rank = _by_pattern(self.fields.get("rank_pattern"), spellings, self.fields["r"])
+        alpha = _by_pattern(self.fields.get("alpha_pattern"), spellings, self.fields["lora_alpha"])
         flags = {"rslora": bool(self.fields.get("use_rslora")), "dora": bool(self.fields.get("use_dora"))}
         return LoRA(rank, alpha, **flags, dtype=dtype)
 
     def saves(self, module: str) -> bool:
-        """Returns True for a module that PEFT copies and trains as a whole."""
-        return module.endswith(tuple(self.fields.get("modules_to_save") or ()))
+        """Returns True for a module that PEFT copies and trains as a whole, alone or in one that contains it."""
+        parts, names = module.split("."), tuple(self.fields.get("modules_to_save") or ())
+        return any(".".join(parts[:n]).endswith(names) for n in range(1, len(parts) + 1))
 
     @property
     def ties(self) -> bool:
@@ -130,10 +131,13 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Returns the value of the first pattern that matches the module's path or its end."""
-    fits = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(fits, default)
+def _by_pattern(patterns: Mapping[str, Any] | None, spellings: Collection[str], default: Any) -> Any:
+    """Returns the value of the first pattern that matches a spelling of the module's path, or its end."""
+
+    def matches(key: str) -> bool:
+        return any(re.match(rf"(.*\.)?({key})$", module) for module in spellings)
+
+    return next((value for key, value in (patterns or {}).items() if matches(key)), default)
 
 
 def make(

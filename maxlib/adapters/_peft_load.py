@@ -111,7 +111,7 @@ def _fitted(model: Model, directory: Path, into_base: bool, dtype: Any) -> tuple
             "adapter here: pass into_base=True to write them into the weights, from which `base_model` cannot remove them"
         )
     matrices = {name: (parts[name], factors) for name, factors in modules.items() if name not in tables}
-    return _written(model, names, tables, file, config, dtype), _collect(matrices, config, dtype)
+    return _written(model, names, tables, file, config, dtype), _collect(matrices, names, config, dtype)
 
 
 def _read(path: Path, names: Names, config: peft.Config) -> _File:
@@ -141,7 +141,7 @@ def _read(path: Path, names: Names, config: peft.Config) -> _File:
 
 
 def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> dict[str, Factors]:
-    """Names experts' parameters: in PEFT `experts.base_layer` is gate and up, `experts` is down or the only one."""
+    """Names experts' parameters: in PEFT `experts.base_layer` is (gate and) up, `experts` is down or the only one."""
     renamed, last = {}, lambda name: name.rpartition(".")[2]
     named = {*map(last, config.fields.get("target_parameters") or ())}
     for name, factors in modules.items():
@@ -150,7 +150,7 @@ def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> di
         if parameters and stem.endswith("experts"):
             inner = name.endswith(".base_layer")
             both = inner or f"{name}.base_layer" in modules
-            wanted = {"gate_up_proj" if inner else "down_proj"} if both else named & parameters
+            wanted = (parameters - {"down_proj"} if inner else {"down_proj"}) if both else named & parameters
             if len(wanted) != 1:
                 raise ValueError(f"{config.where}: target_parameters must say which parameter of {stem} is adapted")
             name = f"{stem}.{wanted.pop()}"
@@ -178,12 +178,12 @@ def _swapped(name: str, part: Part, factors: Factors, config: peft.Config) -> bo
 
 
 def _collect(
-    modules: Mapping[str, tuple[Sequence[Part], Factors]], config: peft.Config, dtype: Any
+    modules: Mapping[str, tuple[Sequence[Part], Factors]], names: Names, config: peft.Config, dtype: Any
 ) -> dict[tuple[str, int | None], _Layer]:
     """Returns the adapters by pattern path and layer index."""
     layers: dict[tuple[str, int | None], _Layer] = {}
     for module, (parts, factors) in modules.items():
-        lora = config.adapter(module, dtype)
+        lora = config.adapter(names.spellings(module), dtype)
         swapped = parts[0].fused and _swapped(module, parts[0], factors, config)
         for part in parts:
             layer = layers.setdefault(part.key, _Layer(lora))
@@ -267,7 +267,7 @@ def _written(
     for module, factors in tables.items():
         if (path := path_of[module]) not in saved:  # PEFT does not use the adapter of a saved module
             w = np.asarray(new[path] if path in new else _stored(old, path, module), np.float32)
-            new[path] = _adapted_table(w, module, factors, config.adapter(module, dtype))
+            new[path] = _adapted_table(w, module, factors, config.adapter(names.spellings(module), dtype))
     changed = {path: w for path, w in new.items() if path in saved or not np.array_equal(w, np.asarray(old[path]))}
     if not is_tied(model) or not changed.keys() & {"embed.w", "head.w"}:
         return with_saved(model, changed, saved.__contains__)

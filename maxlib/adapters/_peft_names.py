@@ -81,6 +81,10 @@ class Names:
                 name = entry.hf_prefix + name.removeprefix(entry.to) if name.startswith(entry.to) else name
         return name
 
+    def spellings(self, module: str) -> set[str]:
+        """Returns the names of a module in files and in transformers, of which patterns may mean either."""
+        return {module, self.in_transformers(module)}
+
 
 def names_of(model: Any, *, fused: bool = False) -> Names:
     """Returns the names of a model's weights.

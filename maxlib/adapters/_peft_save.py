@@ -275,7 +275,7 @@ def _fused(name: str, a: np.ndarray, b: np.ndarray, names: Names, modules: dict[
     if in_out and names.family not in _TRANSPOSED:
         a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
     stem, _, parameter = name.rpartition(".")
-    inner = parameter == "gate_up_proj" and f"{stem}.down_proj" in modules
+    inner = parameter != "down_proj" and f"{stem}.down_proj" in modules
     where = names.in_transformers(stem) + ".base_layer" * inner
     # [E, r, I] -> [E r, I]; [E, O, r] -> [O, r, E] -> [O, r E]
     a, b = a.reshape(-1, a.shape[-1]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)

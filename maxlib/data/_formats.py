@@ -4,7 +4,7 @@ import bisect
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -44,7 +44,8 @@ def records(table: Table, *, field: str = "text") -> grain.MapDataset[Document]:
 
 
 def parquet(paths: Paths, *, field: str = "text") -> grain.MapDataset[Document]:
-    """Reads documents from the column `field` of Parquet files, as `records` does. Needs pyarrow (the extra `parquet`).
+    """Reads documents from the column `field` of Parquet files, as `records` does; beside messages also the columns
+    `tools`, `documents` and `chat_template_kwargs`. Needs pyarrow (the extra `parquet`).
 
     Random access reads a whole row group for one document; the last few groups are cached. To shuffle a large corpus,
     tokenize it first (`write_tokens`).
@@ -142,6 +143,11 @@ class _Records:
         return _as_fields(self._table[int(index)], self._field, f"record {index}")
 
 
+_BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")  # variables of chat templates
+# Where nothing is learned, in tokenized data of other libraries.
+_LABELS = {"labels", "completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "prompt_mask"}
+
+
 class _Parquet:
     """Rows by index; caches the last row groups."""
 
@@ -152,6 +158,8 @@ class _Parquet:
             names = file.schema_arrow.names
             if field not in names:
                 raise ValueError(f"{path}: there is no column {field!r}, only {names}: name the right field=.")
+            if _has_ids(file.schema_arrow.field(field).type):
+                _check_all_learned(names, path)
         self._groups = [(f, g) for f, file in enumerate(self._files) for g in range(file.metadata.num_row_groups)]
         rows = (self._files[f].metadata.row_group(g).num_rows for f, g in self._groups)
         self._begins = [0, *accumulate(rows)]
@@ -173,18 +181,28 @@ class _Parquet:
         file, number = self._groups[group]
         at = f"{self._paths[file]}: row group {number}, row {row}"
         with _naming(at):
-            value = self._column(group)[row].as_py()
-        return _as_fields({self._field: value}, self._field, at)
+            record = {name: column[row].as_py() for name, column in self._columns(group).items()}
+        return _as_fields(record, self._field, at)
 
-    def _column(self, group: int) -> Any:
+    def _columns(self, group: int) -> dict[str, Any]:
+        """Returns the columns of a row group: the field, and what belongs to messages."""
         with self._lock:  # only one thread at a time may read a pyarrow file
             if group not in self._cache:
                 file, number = self._groups[group]
-                self._cache[group] = self._files[file].read_row_group(number, columns=[self._field]).column(0)
+                names = {self._field, *_BESIDE_MESSAGES}.intersection(self._files[file].schema_arrow.names)
+                table = self._files[file].read_row_group(number, columns=sorted(names))
+                self._cache[group] = {name: table.column(name) for name in names}
             self._cache.move_to_end(group)
             while len(self._cache) > self._keep:
                 self._cache.popitem(last=False)
             return self._cache[group]
+
+
+def _has_ids(kind: Any) -> bool:
+    """Returns True for the type of a column of lists of integers."""
+    from pyarrow import types
+
+    return (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type)
 
 
 def _parquet_file(path: File) -> Any:
@@ -213,6 +231,16 @@ def _naming(where: Any) -> Iterator[None]:
         raise ValueError(f"{where}: this is no Parquet file, or a damaged one: {error}") from error
 
 
+def _check_all_learned(names: Iterable[str], at: Any) -> None:
+    """Raises ValueError for other libraries' labels and masks beside tokens, which are not read."""
+    if unread := sorted(_LABELS.intersection(names)):
+        raise ValueError(
+            f"{at}: beside the tokens there are {', '.join(unread)}, which are not read, so every token would be learned: "
+            "make documents with 'tokens' and 'targets', the token after each or -1, by "
+            "grain.MapDataset.source(table).map(...), or remove these columns"
+        )
+
+
 def _as_fields(record: Any, field: str, at: str) -> Document:
     """Makes a document from the value of a record's field."""
     value = record.get(field) if isinstance(record, Mapping) else None
@@ -227,6 +255,7 @@ def _as_fields(record: Any, field: str, at: str) -> Document:
         rest = {name: x for name, x in record.items() if name != field}
         return with_content(rest, "messages", value) | {"record": at}
     if isinstance(value, Sized) and not isinstance(value, str | Mapping) and len(value):
+        _check_all_learned(record, at)
         return {"tokens": token_ids(value, f"{at}: the field {field!r}, which holds neither text nor messages,")}
     fields = sorted(record) if isinstance(record, Mapping) else type(record).__name__
     raise ValueError(

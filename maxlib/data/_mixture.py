@@ -12,7 +12,7 @@ import grain
 
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, is_weight
-from maxlib.data._reader import CountingIterator, FromIterators
+from maxlib.data._reader import CountingIterator, FromIterators, check_same
 
 Weights = Mapping[str, float]
 
@@ -75,7 +75,7 @@ class Mixture:
             raise ValueError(
                 "Weights that depend on the step need tokens_per_step=, batch_size * length, to count steps by."
             )
-        self.names, self._by, self._tokens_per_step = tuple(sources), by, tokens_per_step
+        self.names, self.seed, self._by, self._tokens_per_step = tuple(sources), seed, by, tokens_per_step
         weights = _sizes(sources) if weights is None else weights
         self._weights = weights if callable(weights) else _constant(_checked(weights, self.names, positive=True))
         epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
@@ -148,6 +148,7 @@ class _MixedIterator(CountingIterator):
     def get_state(self) -> dict[str, Any]:
         return {
             "names": list(self._mixture.names),
+            "seed": self._mixture.seed,
             "readers": [reader.get_state() for reader in self._readers],
             "credit": list(self._credit),
             "ended": list(self._ended),
@@ -157,7 +158,8 @@ class _MixedIterator(CountingIterator):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        names = self._mixture.names
+        names, seed = self._mixture.names, self._mixture.seed
+        check_same(state.get("seed", seed), seed, "sources shuffled with the seed")
         credit = dict(zip(state["names"], state["credit"], strict=True))
         positions = state["absent"] | dict(
             zip(state["names"], zip(state["readers"], state["ended"], strict=True), strict=True)

@@ -18,7 +18,7 @@ from grain.experimental import (
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 from maxlib.data._padding import Room, fits, has_media, misfit
-from maxlib.data._reader import CountingIterator, FromIterators
+from maxlib.data._reader import CountingIterator, FromIterators, check_same
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -96,10 +96,10 @@ def pack(
             "documents with images or audio cannot be split: pack them with strategy='first_fit' or 'best_fit', not "
             f"{strategy!r}."
         )
-    ordered = _in_order(documents)
+    ordered, rows = _in_order(documents), {"length": length, "strategy": strategy, "bins": bins if cut else None}
 
     def open_pieces() -> grain.DatasetIterator:
-        return _PiecesIterator(iter(ordered), length, overlong, room, cut=cut, weighted=loss_weights)
+        return _PiecesIterator(iter(ordered), rows, overlong, room, cut=cut, weighted=loss_weights)
 
     pieces = FromIterators(open_pieces)
     if not cut:
@@ -115,14 +115,23 @@ class _PiecesIterator(CountingIterator):
     """Iterator over documents with targets, split into pieces as the policy and the packing require.
 
     Its state is the one before the current document, and the number of its pieces already returned; after
-    the last of them it is the one after the document, so that another document may follow a resume.
+    the last of them it is the one after the document, so that another document may follow a resume. It also names how
+    rows are packed, because a place in other rows would repeat documents and pass over others.
     """
 
     def __init__(
-        self, parent: grain.DatasetIterator, length: int, overlong: Policies, room: Room, *, cut: bool, weighted: bool
+        self,
+        parent: grain.DatasetIterator,
+        rows: dict[str, Any],
+        overlong: Policies,
+        room: Room,
+        *,
+        cut: bool,
+        weighted: bool,
     ):
         super().__init__(parent)
-        self._length, self._room, self._cut, self._weighted = length, room, cut, weighted
+        self._rows, self._length = rows, rows["length"]
+        self._room, self._cut, self._weighted = room, cut, weighted
         self._overlong: Policies = overlong
         self._pieces: list[Row] = []
         self._returned, self._before = 0, (parent.get_state(), Counter(self.counts))
@@ -136,9 +145,11 @@ class _PiecesIterator(CountingIterator):
 
     def get_state(self) -> dict[str, Any]:
         parent, counts = self._before = self._position()
-        return {"parent": parent, "counts": [[name, n] for name, n in counts.items()], "given": self._returned}
+        counted = [[name, n] for name, n in counts.items()]
+        return {"parent": parent, "counts": counted, "given": self._returned, "rows": self._rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        check_same(state.get("rows", self._rows), self._rows, "rows packed with")
         self._parent.set_state(state["parent"])
         self.counts.clear()
         self.counts.update(dict(state["counts"]))

@@ -1,5 +1,7 @@
 """Preference data: pairs of answers, and answers that are good or bad."""
 
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 from maxlib.data._audio import AudioProcessor
 from maxlib.data._documents import Document, Row, is_messages, map_named
 from maxlib.data._images import ImageProcessor
-from maxlib.data._tokenize import with_targets
+from maxlib.data._tokenize import warn_of_endless_turns, with_targets
 from maxlib.tokenization import ChatTemplate
 
 LOOK_AHEAD = 100
@@ -27,7 +29,7 @@ def pairs(
     """Tokenizes pairs of chats: documents with the lists of messages `chosen` and `rejected`, and maybe `prompt`.
 
     Both chats end with the compared answer; everything before it must be the same. Targets are -1 outside of that
-    answer. `pad` turns them into rows.
+    answer. A number `margin` of a document is kept (`post_training.BradleyTerry`). `pad` turns them into rows.
 
     Args:
         documents: Records with the fields of TRL's preference data sets: a dataset of grain's, a list, or one of
@@ -45,6 +47,7 @@ def pairs(
         ValueError: when reading a document whose answers are equal, whose prompts differ, or that has images without a
             processor; `data.SkipBadRecords` skips such documents.
     """
+    warn_of_endless_turns(template)
     return _mapped(documents, lambda document, _: _pair(document, tokenizer, template, images, audio))
 
 
@@ -74,6 +77,7 @@ def kto_examples(
     Raises:
         ValueError: when reading a document whose next 100 documents have the same prompt: shuffle the documents.
     """
+    warn_of_endless_turns(template)
 
     def example(document: Document, index: int) -> Row:
         messages = document["messages"]
@@ -132,7 +136,7 @@ def _pair(
     template: ChatTemplate,
     images: ImageProcessor | None,
     audio: AudioProcessor | None,
-) -> dict[str, Row]:
+) -> Row:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
     chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
@@ -146,4 +150,11 @@ def _pair(
     }
     if np.array_equal(pair["chosen"]["tokens"], pair["rejected"]["tokens"]):
         raise ValueError("chosen and rejected are equal, so neither is preferred: remove the pair")
-    return pair
+    return pair | ({} if document.get("margin") is None else {"margin": _margin(document["margin"])})
+
+
+def _margin(margin: Any) -> np.float32:
+    """Returns by how much the chosen answer is better; raises ValueError for what is no finite number."""
+    if not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+        raise ValueError(f"'margin' must be a finite number, got {margin!r}")
+    return np.float32(margin)

@@ -60,6 +60,21 @@ def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(sums.items()))
 
 
+def check_same(before: Any, here: Any, what: str) -> None:
+    """Raises ValueError for a state that was taken with other settings, whose place is another one here.
+
+    Args:
+        before: The settings of the state.
+        here: Those of the iterator that it should set.
+        what: What has them, for the message.
+    """
+    if before != here:
+        raise ValueError(
+            f"The data state is a place in {what} {before}, but here it is {here}: some documents would come again and "
+            "others never. Keep what the run began with, or start another run in a new directory."
+        )
+
+
 class Reader:
     """Prefetches one shard in a daemon thread into `ready`: (batch, state and counts after it), (None, state, counts)
     at the end, or an error.

@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from maxlib.data._documents import Document, token_ids
-from maxlib.data._reader import FromIterators
+from maxlib.data._reader import FromIterators, check_same
 from maxlib.data._storage import File, Paths, find_files
 
 _NAMES = {"txt": "text", "npy": "tokens"} | dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image")
@@ -69,7 +69,7 @@ class WebDataset(Stream):
     def __init__(self, paths: Paths, *, epochs: int | None = 1, seed: int | None = None):
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs must be at least 1, or None to repeat forever, got {epochs}.")
-        self._files, self._epochs, self._seed = find_files(paths), epochs, seed
+        self._files, self._epochs, self.seed = find_files(paths), epochs, seed
 
     def open(self, part: slice) -> grain.IterDataset[Document]:
         return FromIterators(partial(_TarIterator, self, part))
@@ -77,8 +77,8 @@ class WebDataset(Stream):
     def files_of(self, part: slice, epoch: int) -> tuple[list[File], slice]:
         """Returns a shard's files in an epoch, and which of their samples it keeps."""
         order: Any = range(len(self._files))
-        if self._seed is not None:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._files))
+        if self.seed is not None:
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self._files))
         first, every = part.start or 0, part.step or 1
         by_file = len(self._files) >= every
         chosen = order[first::every] if by_file else order
@@ -119,9 +119,11 @@ class _TarIterator(grain.DatasetIterator):
         raise StopIteration
 
     def get_state(self) -> State:
-        return {"epoch": self._epoch, "file": self._number, "offset": self._offset, "count": self._count}
+        place = {"epoch": self._epoch, "file": self._number, "offset": self._offset, "count": self._count}
+        return place | {"seed": self._source.seed}
 
     def set_state(self, state: State) -> None:
+        check_same(state.get("seed", self._source.seed), self._source.seed, "files shuffled with the seed")
         self._epoch, self._count = state["epoch"], state["count"]
         self._files, self._kept = self._source.files_of(self._part_of, self._epoch)
         self._move(state["file"], state["offset"])

@@ -1,5 +1,6 @@
 """Tokenizes text, and chats, with targets on the turns to learn."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -21,6 +22,7 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 Documents = TypeVar("Documents", grain.MapDataset, Stream)
 Chooses = Callable[[int, Sequence[Message]], bool]
+_ANSWER = "ANSWER"
 _OF_LATER_STAGES = ("targets", "images", "audio", "source", "loss_weights")
 
 
@@ -104,7 +106,7 @@ def tokenize_chats(
 
     A turn is the text that the template marks with `{% generation %}`. If it marks nothing, a turn is the text after
     its prompt, up to and including its end-of-turn token. The template writes all special tokens, and gets the
-    `"tools"` and `"documents"` of a document.
+    `"tools"` and `"documents"` of a document, and what its `"chat_template_kwargs"` name.
 
     With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
     "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; the template's
@@ -130,6 +132,7 @@ def tokenize_chats(
         ValueError: when the tokenizer truncates or pads, or a record cannot be tokenized; the message names it.
     """
     check_not_truncated(backend(tokenizer))
+    warn_of_endless_turns(template)
     if not callable(learn) and learn not in ("assistant", "last"):
         raise ValueError(f"learn must be 'assistant', 'last' or a function of (i, messages), got {learn!r}.")
 
@@ -166,6 +169,7 @@ def with_targets(
     if not turn_weights and any(weight != 1 for weight in weights):
         raise ValueError(f"messages have the weights {weights}: give turn_weights=True, or remove them")
     variables = {name: document[name] for name in ("tools", "documents") if name in document}
+    variables |= document.get("chat_template_kwargs") or {}
     text, spans = _rendered(template, messages, chosen, variables)
     films, text, spans = _with_times(document, tokenizer, text, spans, videos)
     encoded = tokenizer.encode(text, add_special_tokens=False)
@@ -176,6 +180,7 @@ def with_targets(
     row = _with_images(document, tokens, np.append(targets, np.int32(-1)), images, videos, films)
     row |= _with_audio(document, row["tokens"], row["targets"], audio)
     if turn_weights:
+        _check_marks(spans, chosen)
         row["loss_weights"] = np.zeros(len(row["tokens"]), np.float32)
         # [len(targets)] -> [len(row)]: images and clips add tokens, but the learned targets keep their order.
         placeholders = [part.image_token for part in (images, videos) if part is not None]  # which are no targets
@@ -183,6 +188,25 @@ def with_targets(
         by_target = _weights_of(encoded.offsets, spans, [weights[i] for i in chosen])[1:]
         row["loss_weights"][row["targets"] >= 0] = by_target[(targets >= 0) & ~np.isin(targets, placeholders)]
     return row
+
+
+def warn_of_endless_turns(template: ChatTemplate) -> None:
+    """Warns if nothing that is learned follows an answer, so that a model would never learn to stop.
+
+    Some templates write the end of a turn as the beginning of the next one (GLM), or after `{% endgeneration %}`.
+    """
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text, spans = _rendered(template, messages, [1], {})
+    except ValueError:  # a template for other chats, or one whose turns cannot be told
+        return
+    learned = "".join(text[begin:end] for begin, end in spans)
+    if not learned.rpartition(_ANSWER)[2].strip():
+        warnings.warn(
+            "the chat template writes no end of a turn that is learned, so the model does not learn to stop: let it write "
+            "a token, such as eos_token, after each answer, inside of {% generation %} if it marks answers",
+            stacklevel=3,
+        )
 
 
 def backend(tokenizer: Any) -> Any:
@@ -297,9 +321,15 @@ def _rendered(
         return text, [_span(template, messages, i, text, variables) for i in chosen]
     text, spans = template.generated(messages, **variables)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) > len(turns) and chosen == turns:
+        return text, spans  # several pieces of a turn, all of which are learned
+    _check_marks(spans, turns)
+    return text, [span for i, span in zip(turns, spans, strict=True) if i in chosen]
+
+
+def _check_marks(spans: Sequence[Span], turns: Sequence[int]) -> None:
     if len(spans) != len(turns):
         raise ValueError(f"the template marks {len(spans)} generations, the chat has {len(turns)} assistant turns")
-    return text, [span for i, span in zip(turns, spans, strict=True) if i in chosen]
 
 
 def _span(template: ChatTemplate, messages: Sequence[Message], i: int, text: str, variables: Mapping[str, Any]) -> Span:

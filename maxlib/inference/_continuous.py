@@ -28,6 +28,7 @@ from maxlib.inference._generate import (
     check_inputs,
     check_length,
     check_prefix,
+    max_length,
     prepared,
     right_padded,
     shared_capacity,
@@ -164,9 +165,11 @@ class LocalEngine:
         self.generator, self._keys = Generator(model, dtype=dtype, cache_dtype=cache_dtype), Keys(seed)
         model = self.generator.model
         _check_rows(model)
+        # Read once: layers are searched for them.
+        self._max_length, self._masks = max_length(model), getattr(model, "masks", ())
         # With these, keys depend on tokens of the prompt after them.
         needs_length = any(rope.needs_length for rope in getattr(model, "ropes", ()))
-        self._splits = not needs_length and not any(mask.prefix for mask in getattr(model, "masks", ()))
+        self._splits = not needs_length and not any(mask.prefix for mask in self._masks)
         self._mtp, self._drafter = self.num_drafts > 0 and drafter == "mtp", None
         if self.num_drafts:
             check_drafter(model, drafter, self.num_drafts)
@@ -190,17 +193,14 @@ class LocalEngine:
         """Empties all slots and queues."""
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: list[Request | None] = [None] * self.slots
-        self._owners: list[Request | None] = [None] * self.slots  # whose state a slot holds
         self._clock = itertools.count(1)
         self._job: Prefill | None = None
         self._width, self._last_slots = 0, list[int]()  # blocks of a row, and slots, in the last step
-        self._memory = Memory(self._block)
-        self._paging: Paging | None = None
-        self._state: Slots | None = None
         self._features = Features()
         self._rows_of_settings: list[Request | None] = []
         self._settings: Settings | None = None
         self._pending: collections.deque[tuple[list[_Drawing], Draws]] = collections.deque()
+        self._drop_caches()
 
     def _making(self, capacity: int) -> Making:
         """Returns how caches of a capacity are made."""
@@ -369,8 +369,8 @@ class LocalEngine:
             prompt: Token ids.
             alternatives: Number of the best tokens, each with its log-probability.
         """
-        (text,), model = check_prompts([prompt], self.generator.vocab), self.generator.model
-        check_length(model, len(text))
+        (text,) = check_prompts([prompt], self.generator.vocab)
+        check_length(self._max_length, len(text))
         tokens, valid = (np.zeros((1, _bucket(len(text))), dtype) for dtype in (np.int32, bool))
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
@@ -474,8 +474,8 @@ class LocalEngine:
     def _check_length(self, prompt: list[int], limit: int) -> None:
         """Raises ValueError for a prompt that the model cannot continue."""
         model, length = self.generator.model, len(prompt) + limit
-        check_length(model, length)
-        check_prefix(model, [prompt])
+        check_length(self._max_length, length)
+        check_prefix(self._masks, [prompt])
         switch = getattr(model, "recompute_cache_at", None)
         if switch is not None and len(prompt) < switch <= length:
             raise ValueError(
@@ -601,7 +601,7 @@ class LocalEngine:
 
     def _fit(self) -> bool:
         """Makes room for the longest request that waits; returns False while rows run that must end before."""
-        limit = getattr(self.generator.model, "max_length", None) or 1 << 62
+        limit = self._max_length or 1 << 62
         needed = max(len(request.prompt) + request._limit for request in self._waiting)
         length = self.capacity or self.cache_tokens or min(shared_capacity(needed), limit)
         size = self._memory.num_blocks(length) * self._block
@@ -623,9 +623,10 @@ class LocalEngine:
 
     def _drop_caches(self) -> None:
         """Forgets all caches; no row is running."""
-        self._owners = [None for _ in range(self.slots)]
+        self._owners: list[Request | None] = [None] * self.slots  # whose state a slot holds
         self._memory = Memory(self._block)
-        self._paging, self._state = None, None
+        self._paging: Paging | None = None
+        self._state: Slots | None = None
 
     def _take_blocks(self) -> None:
         """Gives each row the blocks that its next step needs; if there are none, the newest row must wait again."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from maxlib import nn, ops
 from maxlib._utils.arguments import check_choice
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer, number
-from maxlib.inference._generate import Generator, check_length, empty_cache, right_padded, shared_capacity
+from maxlib.inference._generate import Generator, check_length, empty_cache, max_length, right_padded, shared_capacity
 from maxlib.inference._sampling import GREEDY, Sampler, check_sampler
 from maxlib.nn.mixer import block_mask
 
@@ -99,7 +99,7 @@ def denoise(
     if how.mask_token >= generator.vocab:
         raise ValueError(f"mask_token must be below the vocabulary of {generator.vocab} tokens, got {how.mask_token}")
     canvas = _Canvas(texts, count, size, how.mask_token, aligned=mask is not None)
-    check_length(generator.model, canvas.length)
+    check_length(max_length(generator.model), canvas.length)
     # The model may have been trained with pairs of rows.
     model = generator.model if mask is None else nn.with_mask(generator.model, ops.BlockCausal(size))
     keys, dtype, num_steps = jax.random.split(generator._keys(key), len(texts)), generator.dtype, 0

@@ -19,6 +19,7 @@ from maxlib.hardware import current_device
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 from maxlib.nn import sites
+from maxlib.ops import Mask
 
 Images = Float[Array | np.ndarray, "I C H W"] | nn.vision.Patches
 Audio = nn.audio.Clips
@@ -180,8 +181,8 @@ class Generator:
         check_sampler(sampler)
         texts, stop = check_prompts(prompts, self.vocab), check_stop(stop_token_ids, self.vocab)
         count, longest = integer("max_new_tokens", max_new_tokens), max(map(len, texts))
-        check_length(self.model, longest + count)
-        check_prefix(self.model, texts)
+        check_length(max_length(self.model), longest + count)
+        check_prefix(getattr(self.model, "masks", ()), texts)
         if capacity is None:
             capacity = min(shared_capacity(longest + count), getattr(self.model, "max_length", None) or 1 << 62)
         capacity = integer("capacity", capacity)
@@ -418,9 +419,13 @@ def _switches(model: Any, texts: Sequence[Sequence[int]]) -> set[int]:
     return set() if at is None else {at - len(text) for text in texts}
 
 
-def check_length(model: Any, length: int) -> None:
-    """Raises ValueError if `length` tokens exceed the model's `max_length`, if it has one."""
-    limit = getattr(model, "max_length", None)
+def max_length(model: Any) -> int | None:
+    """Returns the number of positions of a model, for which its layers are searched; None without a limit."""
+    return getattr(model, "max_length", None)
+
+
+def check_length(limit: int | None, length: int) -> None:
+    """Raises ValueError if `length` tokens exceed the positions of a model."""
     if limit is not None and length > limit:
         raise ValueError(
             f"prompt and new tokens must fit the {limit} positions of the model, got {length}: shorten "
@@ -428,11 +433,10 @@ def check_length(model: Any, length: int) -> None:
         )
 
 
-def check_prefix(model: Any, texts: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError for prompts that end inside the prefix of the model's masks, which new tokens would change, and
+def check_prefix(masks: Sequence[Mask], texts: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError for prompts that end inside the prefix of a model's masks, which new tokens would change, and
     for models with blocks.
     """
-    masks = getattr(model, "masks", ())
     if (block := max((mask.block_size for mask in masks), default=1)) > 1:
         raise ValueError(
             f"this model's tokens attend to later ones of their block of {block}, so it does not generate token by token: "

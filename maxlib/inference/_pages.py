@@ -5,7 +5,7 @@ fixed size, such as rings and recurrent states, in the row's slot. A step reads 
 the longest of them, a view, and stores the new tokens in their blocks. Either each step gathers the view from the
 blocks, or it is kept between steps, which takes memory and saves the copying.
 
-Shapes: P blocks of E entries, N blocks of a row, R rows, S slots, M new tokens.
+Shapes: P blocks of E entries, N blocks of a row, R rows, S slots, M new tokens, K heads of width H.
 """
 
 import dataclasses
@@ -73,16 +73,35 @@ class Making:
 
 
 @dataclasses.dataclass(frozen=True)
+class Entries:
+    """How an array of caches holds the tokens of a row; a static argument.
+
+    Attributes:
+        axis: The axis of entries: 1, or 2 behind the heads.
+        tokens: Tokens of an entry.
+    """
+
+    axis: int
+    tokens: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], longer: tuple[int, ...], capacity: int) -> "Entries | None":
+        """Returns them for an array with a shape at `capacity` tokens and at more; None if these are equal."""
+        axes = [axis for axis, (size, other) in enumerate(zip(shape, longer, strict=True)) if size != other]
+        return cls(axes[0], capacity // shape[axes[0]]) if axes else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Paging:
     """How caches are stored; a static argument.
 
     Attributes:
         block: Tokens of a block.
-        rates: For each array of the caches the tokens of one entry; 0 for an array that is not stored in blocks.
+        entries: How each array of the caches holds tokens; None for an array that is not stored in blocks.
     """
 
     block: int
-    rates: tuple[int, ...]
+    entries: tuple[Entries | None, ...]
 
     @classmethod
     def of(cls, model: Any, making: Making) -> "Paging":
@@ -90,26 +109,25 @@ class Paging:
         # Here all windows are rings, and the number of entries says the rate.
         half = most_tokens(model) // 2
         long, longer = (dataclasses.replace(making, capacity=n).shapes(model) for n in (half, 2 * half))
-        rates = [
-            half // x.shape[1] if x.shape != y.shape else 0
-            for x, y in zip(jax.tree.leaves(long), jax.tree.leaves(longer), strict=True)
-        ]
+        arrays = zip(jax.tree.leaves(long), jax.tree.leaves(longer), strict=True)
         # A window that is longer than all rows has an entry for each token instead.
         is_ring, becomes_ring = (_belong_to(caches, nn.cache.RingCache) for caches in (making.shapes(model), long))
-        rates = [
-            1 if turns and not ring else rate for rate, ring, turns in zip(rates, is_ring, becomes_ring, strict=True)
+        entries = [
+            Entries(axis=2, tokens=1) if turns and not ring else Entries.of(x.shape, y.shape, half)
+            for (x, y), ring, turns in zip(arrays, is_ring, becomes_ring, strict=True)
         ]
-        return cls(math.lcm(_BLOCK, *filter(None, rates)), tuple(rates))
+        return cls(math.lcm(_BLOCK, *(each.tokens for each in entries if each)), tuple(entries))
 
     def empty_row(self, model: Any, making: Making, num_blocks: int) -> Caches:
         """Returns empty caches of a row with room for `num_blocks`."""
 
-        def fit(x: Array, rate: int) -> Array:
-            if not rate:
+        def fit(x: Array, entries: Entries | None) -> Array:
+            if entries is None:
                 return x
-            size = num_blocks * self.block // rate
-            missing = max(size - x.shape[1], 0)  # of the last block, where the model's positions end in it
-            return jnp.pad(x[:, :size], [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+            size, axis = num_blocks * self.block // entries.tokens, entries.axis
+            missing = max(size - x.shape[axis], 0)  # of the last block, where the model's positions end in it
+            x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+            return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)])
 
         caches = making.caches(model, 1)
         return self._map(fit, caches).with_length(caches.model.length)  # which is known
@@ -117,39 +135,48 @@ class Paging:
     def empty(self, row: Caches, slots: int, num_blocks: int) -> Caches:
         """Returns the empty storage of rows with the shapes of `row`."""
 
-        def zeros(x: Array, rate: int) -> Array:
-            shape = (num_blocks, self.block // rate, *x.shape[2:]) if rate else (slots, *x.shape[1:])
-            return jnp.zeros(shape, x.dtype)
+        def zeros(x: Array, entries: Entries | None) -> Array:
+            if entries is None:
+                return jnp.zeros((slots, *x.shape[1:]), x.dtype)
+            before, after = x.shape[1 : entries.axis], x.shape[entries.axis + 1 :]
+            return jnp.zeros((num_blocks, *before, self.block // entries.tokens, *after), x.dtype)
 
         return self._map(zeros, row)
 
     def read(self, stored: Caches, tables: Int[Array, "R N"], slots: Int[Array, " R"] | None) -> Caches:
         """Returns the caches of rows as a model reads them; `slots` is None for those of all slots."""
 
-        def gather(x: Array, rate: int) -> Array:
-            if not rate:
+        def gather(x: Array, entries: Entries | None) -> Array:
+            if entries is None:
                 return of_slots(x, slots)
-            rows = x.at[tables].get(mode="clip")  # [P, E, ...] -> [R, N, E, ...]
-            return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+            if entries.axis == 1:
+                rows = x.at[tables].get(mode="clip")  # [P, E, ...] -> [R, N, E, ...]
+                return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+            # [P, K, E, H] -> [R, K, N, E, H], in this order: a transposition would be another copy.
+            rows = x.at[tables[:, None], jnp.arange(x.shape[1])[:, None]].get(mode="clip")
+            return rows.reshape(*rows.shape[:2], -1, *rows.shape[4:])
 
         return self._map(gather, stored)
 
     def view(self, caches: Caches) -> list[Array]:
         """Returns those arrays of caches that are stored in blocks."""
-        return [x for x, rate in zip(jax.tree.leaves(caches), self.rates, strict=True) if rate]
+        return [x for x, entries in zip(jax.tree.leaves(caches), self.entries, strict=True) if entries]
 
     def with_view(self, stored: Caches, view: list[Array], slots: Int[Array, " R"] | None) -> Caches:
         """Returns the caches of rows whose blocks are gathered already."""
         arrays = iter(view)
-        return self._map(lambda x, rate: next(arrays) if rate else of_slots(x, slots), stored)
+        return self._map(lambda x, entries: next(arrays) if entries else of_slots(x, slots), stored)
 
     def write_row(self, stored: Caches, row: Caches, table: Int[Array, " N"], slot: Any) -> Caches:
         """Stores a row in its slot and in the blocks of `table`."""
 
-        def write(x: Array, new: Array, rate: int) -> Array:
-            if not rate:
+        def write(x: Array, new: Array, entries: Entries | None) -> Array:
+            if entries is None:
                 return jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=0)
-            return x.at[table].set(new.reshape(len(table), *x.shape[1:]), mode="drop")
+            # [1, N E, ...] or [1, K, N E, ...] -> [N, E, ...] or [N, K, E, ...]
+            axis = entries.axis
+            blocks = new.reshape(*new.shape[1:axis], len(table), *x.shape[axis:])
+            return x.at[table].set(jnp.moveaxis(blocks, axis - 1, 0), mode="drop")
 
         return self._map(write, stored, row)
 
@@ -167,19 +194,20 @@ class Paging:
         row = jnp.arange(len(start))[:, None]
         block = tables.at[row, index // self.block].get(mode="fill", fill_value=NOWHERE)
 
-        def write(x: Array, new: Array, rate: int) -> Array:
-            if not rate:
+        def write(x: Array, new: Array, entries: Entries | None) -> Array:
+            if entries is None:
                 return with_slots(x, slots, new)
-            entry = index // rate
-            return x.at[block, entry % x.shape[1]].set(new.at[row, entry].get(mode="clip"), mode="drop")
+            entry, heads = index // entries.tokens, [slice(None)] * (entries.axis - 1)
+            values = new.at[(row, *heads, entry)].get(mode="clip")  # [R, M, ...]
+            return x.at[(block, *heads, entry % x.shape[entries.axis])].set(values, mode="drop")
 
         return self._map(write, stored, rows)
 
     def _map(self, f: Callable[..., Array], caches: Caches, *others: Caches) -> Caches:
-        """Maps arrays, each with its rate."""
+        """Maps arrays, each with its `Entries`."""
         arrays = [jax.tree.leaves(each) for each in (caches, *others)]
         return jax.tree.unflatten(
-            jax.tree.structure(caches), [f(*each) for each in zip(*arrays, self.rates, strict=True)]
+            jax.tree.structure(caches), [f(*each) for each in zip(*arrays, self.entries, strict=True)]
         )
 
 
@@ -209,8 +237,8 @@ def _belong_to(caches: Caches, kind: type) -> list[bool]:
 def with_blocks(stored: Caches, *, paging: Paging, num_blocks: int) -> Caches:
     """Returns the storage with more blocks."""
 
-    def pad(x: Array, rate: int) -> Array:
-        return jnp.pad(x, [(0, num_blocks - len(x)), *[(0, 0)] * (x.ndim - 1)]) if rate else x
+    def pad(x: Array, entries: Entries | None) -> Array:
+        return jnp.pad(x, [(0, num_blocks - len(x)), *[(0, 0)] * (x.ndim - 1)]) if entries else x
 
     return paging._map(pad, stored)
 

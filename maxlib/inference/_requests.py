@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -186,13 +186,11 @@ def settings_of(rows: Sequence[Request | None], vocab: int) -> Settings:
     samplers = [GREEDY if row is None else row._options.sampler for row in rows]
     log_min_p = [-math.inf if sampler.min_p is None else math.log(sampler.min_p) for sampler in samplers]
     penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplers]
-    return Settings(
-        temperature=jnp.asarray([sampler.temperature for sampler in samplers], jnp.float32),
-        top_k=jnp.asarray([min(sampler.top_k or 0, vocab) for sampler in samplers], jnp.int32),
-        top_p=jnp.asarray([sampler.top_p or 1.0 for sampler in samplers], jnp.float32),
-        log_min_p=jnp.asarray(log_min_p, jnp.float32),
-        penalties=jnp.asarray(penalties, jnp.float32),
-    )
+    temperature = np.array([sampler.temperature for sampler in samplers], np.float32)
+    top_k = np.array([min(sampler.top_k or 0, vocab) for sampler in samplers], np.int32)
+    top_p = np.array([sampler.top_p or 1.0 for sampler in samplers], np.float32)
+    arrays = temperature, top_k, top_p, np.array(log_min_p, np.float32), np.array(penalties, np.float32)
+    return Settings(*jax.device_put(arrays))  # in one call, each of which takes longer than the copies
 
 
 def features_of(rows: Sequence[Request | None]) -> Features:

@@ -4,6 +4,7 @@ Shapes: B rows, V vocabulary.
 """
 
 import dataclasses
+import functools
 import math
 import threading
 from typing import Any
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from maxlib.inference._arguments import integer, number
 
 _LOWEST, _HIGHEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # temperatures above 0
+_GROUP = 64  # tokens
 
 
 @jax.tree_util.register_static  # a batch of rollouts may have one, whose values are then static under jit
@@ -81,9 +83,9 @@ class Sampler:
         if self.penalizes:
             raise ValueError("penalties need the tokens so far: sample with inference.LocalEngine")
         if self.temperature == 0:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return best(logits)
         logits = self.filtered(scaled(logits.astype(jnp.float32), self.temperature))
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        return draw(logits, keys)
 
     def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Returns `logits` with `-inf` for every token that the filters drop."""
@@ -93,6 +95,47 @@ class Sampler:
         if self.top_p is not None and self.top_p < 1:
             logits = jnp.where(in_nucleus(logits, self.top_p), logits, -jnp.inf)
         return logits if self.min_p is None else without_unlikely(logits, math.log(self.min_p))
+
+
+def draw(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+    """Draws a token for each row with the row's key, never one at `-inf`.
+
+    A group of tokens is drawn, and one of its tokens: two random numbers a row, where `jax.random.categorical` needs
+    one, and two logarithms, for each token of the vocabulary.
+    """
+    groups = _grouped(jnp.exp(logits - logits.max(axis=-1, keepdims=True)), 0.0)
+    uniform = jax.vmap(functools.partial(jax.random.uniform, shape=(2,)))(keys)
+    group = _chosen(groups.sum(axis=-1), uniform[:, 0])
+    return group * _GROUP + _chosen(_group_at(groups, group), uniform[:, 1])
+
+
+def best(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+    """Returns the best token of each row, of equal ones the first: the best group, and the best of its tokens, because
+    XLA computes a maximum on CPUs ten times as fast as its place.
+    """
+    groups = _grouped(logits, -jnp.inf)
+    group = jnp.argmax(groups.max(axis=-1), axis=-1)
+    return (group * _GROUP + jnp.argmax(_group_at(groups, group), axis=-1)).astype(jnp.int32)
+
+
+def _grouped(x: Float[Array, "*B V"], fill: float) -> Float[Array, "*B G N"]:
+    """Splits the vocabulary into groups of N tokens."""
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _GROUP)], constant_values=fill)
+    return x.reshape(*x.shape[:-1], -1, _GROUP)
+
+
+def _group_at(groups: Float[Array, "*B G N"], index: Int[Array, "*B"]) -> Float[Array, "*B N"]:
+    return jnp.take_along_axis(groups, index[..., None, None], axis=-2)[..., 0, :]
+
+
+def _chosen(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+    """Returns where the running sum of weights exceeds a share of their total (inverse transform sampling)."""
+    below = jnp.cumsum(weights, axis=-1)
+    # Sums are rounded: a place without weight is never taken, and the last one with weight if none exceeds the share.
+    is_possible = weights > 0
+    exceeds = is_possible & (below > uniform[:, None] * below[:, -1:])
+    last = weights.shape[1] - 1 - jnp.argmax(is_possible[:, ::-1], axis=-1)
+    return jnp.where(exceeds.any(axis=-1), jnp.argmax(exceeds, axis=-1), last).astype(jnp.int32)
 
 
 def without_unlikely(logits: Float[Array, "B V"], log_min_p: float | Array) -> Float[Array, "B V"]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from maxlib import nn
 from maxlib.inference._generate import Packed
 from maxlib.inference._pages import Caches, Making, Paging, of_slots, with_slots
-from maxlib.inference._sampling import in_nucleus, scaled, without_unlikely
+from maxlib.inference._sampling import best, draw, in_nucleus, scaled, without_unlikely
 
 
 @nn.pytree
@@ -191,7 +191,7 @@ def _ahead(model, hidden: Float[Array, "S M D"], after: Int[Array, "S M"], valid
     """Runs the MTP module over tokens, and returns its guess after a place of each row, `S 1`, and its cache."""
     hidden, mtp = model.draft(hidden, after, valid=valid, cache=mtp)
     last = jnp.take_along_axis(hidden, place[:, None, None], axis=1)
-    return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), mtp
+    return best(model.logits(last)), mtp
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "num_blocks", "num_drafts", "paging"))
@@ -364,30 +364,31 @@ def _draw(
     greedy = settings.temperature[:, None, None] == 0
     # [S, M, V]; greedy rows report log-probabilities at a temperature of 1
     scores = scaled(logits, jnp.where(greedy, 1.0, settings.temperature[:, None, None]))
-    log_probs = jax.nn.log_softmax(scores, axis=-1)
+    # The best score is 0, so that this log-sum-exp needs no maximum.
+    total = jnp.log(jnp.sum(jnp.exp(scores), axis=-1, keepdims=True))
     changed = logits
     if history is not None:
         changed = _penalized(changed, history, settings.penalties)
     if bias is not None:
         changed = changed + bias[:, None]
-    token = jnp.argmax(changed, axis=-1).astype(jnp.int32)
+    token = best(changed)
     if features.samples:
+        changed_scores = scores
         if changed is not logits:
-            scores = scaled(changed, jnp.where(greedy, 1.0, settings.temperature[:, None, None]))
+            changed_scores = scaled(changed, jnp.where(greedy, 1.0, settings.temperature[:, None, None]))
         number = drawn[:, None] + jnp.arange(M)[None]  # [S, M]
         fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))
         draw_keys: Key[Array, "S M"] = fold_in(jax.random.wrap_key_data(keys, impl=impl), number)
         # [S, M, V] -> [S M, V], with each row's settings M times
         per_place = jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), settings)
-        filtered = _filtered(scores.reshape(S * M, V), per_place, features)
-        sampled = jax.vmap(jax.random.categorical)(draw_keys.reshape(-1), filtered).astype(jnp.int32)
-        token = jnp.where(greedy[..., 0], token, sampled.reshape(S, M))
-    log_prob = jnp.take_along_axis(log_probs, token[..., None], axis=-1)[..., 0]
-    best = None
+        filtered = _filtered(changed_scores.reshape(S * M, V), per_place, features)
+        token = jnp.where(greedy[..., 0], token, draw(filtered, draw_keys.reshape(-1)).reshape(S, M))
+    log_prob = (jnp.take_along_axis(scores, token[..., None], axis=-1) - total)[..., 0]
+    alternatives = None
     if features.alternatives:
-        best_log_probs, best_tokens = jax.lax.top_k(log_probs, min(features.alternatives, V))
-        best = (best_tokens, best_log_probs)
-    return Draws(token, log_prob, jnp.zeros(S, jnp.int32), best)
+        best_scores, best_tokens = jax.lax.top_k(scores, min(features.alternatives, V))
+        alternatives = (best_tokens, best_scores - total)
+    return Draws(token, log_prob, jnp.zeros(S, jnp.int32), alternatives)
 
 
 def _penalized(logits: Float[Array, "S M V"], history: History, penalties: Float[Array, "S 3"]) -> Array:

@@ -7,6 +7,9 @@ A cache of keys and values decides where keys are stored. `extend` stores the ne
 to, with key intervals that index *those* arrays. Rows may have different lengths: `ctx.length` counts each row's cached
 tokens, `ctx.num_new` its new ones (they come first; padding follows).
 
+Keys and values are stored heads first, `B K S H`: a head's keys are one matrix. Attention takes `B S K H` from all
+layers and puts heads first itself, so within a program its transposition cancels that of a cache (`heads_first`).
+
 Shapes: B rows, T new tokens, S slots, W slots of a ring, K key heads of width Hk, values of width Hv, R latent size.
 """
 
@@ -129,8 +132,8 @@ def make_rewindable(layers: Any, slots: int) -> Any:
     def widen(cache: Any) -> Any:
         if not isinstance(cache, RingCache):
             return cache
-        # [..., W, K, H]; the leading axes are layers stored together, and rows.
-        widths = [(0, 0)] * (cache.k.ndim - 3) + [(0, slots), (0, 0), (0, 0)]
+        # [..., K, W, H]; the leading axes are layers stored together, and rows.
+        widths = [(0, 0)] * (cache.k.ndim - 2) + [(0, slots), (0, 0)]
         return RingCache(jnp.pad(cache.k, widths), jnp.pad(cache.v, widths), slots)
 
     return jax.tree.map(widen, layers, is_leaf=lambda x: isinstance(x, RingCache))
@@ -141,20 +144,20 @@ class KVCache(LayerCache):
     """Cache of keys and values with `capacity` slots; token `i` is stored in slot `i`.
 
     Attributes:
-        k: Keys, `B S K Hk`.
-        v: Values, `B S K Hv`.
+        k: Keys, `B K S Hk`.
+        v: Values, `B K S Hv`.
     """
 
     can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "full"
 
-    k: Num[Array, "B S K Hk"]
-    v: Num[Array, "B S K Hv"]
+    k: Num[Array, "B K S Hk"]
+    v: Num[Array, "B K S Hv"]
 
     @property
     def capacity(self) -> int:
         """Maximum number of tokens that a row can hold."""
-        return self.k.shape[-3]  # a stack's caches have a leading axis of layers
+        return self.k.shape[-2]
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens of each row after its cached ones, and returns all slots to attend to.
@@ -164,12 +167,12 @@ class KVCache(LayerCache):
         Raises:
             ValueError: when there are more new tokens than slots.
         """
-        new_k, new_v = put_rows(self.k, k, ctx), put_rows(self.v, v, ctx)
-        return KVCache(new_k, new_v), new_k, new_v, k_start, k_end
+        new_k, new_v = (put_rows(old, heads_first(x), ctx, axis=2) for old, x in ((self.k, k), (self.v, v)))
+        return KVCache(new_k, new_v), heads_first(new_k), heads_first(new_v), k_start, k_end
 
     def unrolled(self, length: Int[Array, " B"]) -> Ordered:
         """Returns keys and values, and the offset from a token's index to its slot."""
-        return self.k, self.v, jnp.zeros_like(length)
+        return heads_first(self.k), heads_first(self.v), jnp.zeros_like(length)
 
 
 @pytree
@@ -177,15 +180,15 @@ class RingCache(LayerCache):
     """Cache of the last W keys and values, with W = `mask.ring + spare`; token `i` is stored in slot `i % W`.
 
     Attributes:
-        k: Keys, `B W K Hk`.
-        v: Values, `B W K Hv`.
+        k: Keys, `B K W Hk`.
+        v: Values, `B K W Hv`.
         spare: Slots beyond those that the mask needs: the number of tokens that can be rewound (`make_rewindable`).
     """
 
     kind: ClassVar[str | None] = "ring"
 
-    k: Num[Array, "B W K Hk"]
-    v: Num[Array, "B W K Hv"]
+    k: Num[Array, "B K W Hk"]
+    v: Num[Array, "B K W Hv"]
     spare: int = static(default=0)
 
     @property
@@ -202,7 +205,7 @@ class RingCache(LayerCache):
         """
         new = RingCache(self._put(self.k, k, ctx), self._put(self.v, v, ctx), self.spare)
         if k.shape[1] == 1 and not self.spare:
-            return new, new.k, new.v, *self._slots(k_start, k_end)
+            return new, heads_first(new.k), heads_first(new.v), *self._slots(k_start, k_end)
         # With several tokens at once, the first ones still attend to entries that the last ones overwrite.
         # Token i is at W + i - length in the joined arrays, [B, W + T, K, H].
         old_k, old_v, shift = self.unrolled(ctx.length)
@@ -211,7 +214,7 @@ class RingCache(LayerCache):
 
     def key_order(self, ctx: Context) -> KeyOrder:
         """Returns the tokens of the keys of `extend`."""
-        W, T = self.k.shape[1], ctx.index.shape[1]
+        W, T = self.k.shape[2], ctx.index.shape[1]
         # The ring itself is in no order: until a window, or a chunk, is full, it fills the slots from 0.
         index = None if T == 1 and not self.spare else _count_keys(W + T, ctx.length - W)
         return KeyOrder(index, has_gap=True)
@@ -220,26 +223,26 @@ class RingCache(LayerCache):
         """Returns keys and values from the oldest to the newest, which ends at `length`, and the offset from a token's
         index to its place among them.
         """
-        return self._from_oldest(self.k, length), self._from_oldest(self.v, length), self.k.shape[1] - length
+        return self._from_oldest(self.k, length), self._from_oldest(self.v, length), self.k.shape[2] - length
 
     def _put(self, ring: Array, new: Array, ctx: Context) -> Array:
-        """Writes the last W real new tokens into their slots."""
-        B, W, T = ring.shape[0], ring.shape[1], new.shape[1]
+        """Writes the last W real new tokens, of `B T K H`, into their slots."""
+        B, W, T = ring.shape[0], ring.shape[2], new.shape[1]
         t = jnp.arange(T)[None, :]
         # Only the last W of more than W new tokens are stored, so each slot is written once.
         last = (t < ctx.num_new[:, None]) & (t >= ctx.num_new[:, None] - W)
         slot = jnp.where(last, (ctx.length[:, None] + t) % W, W)  # slot W does not exist: dropped
-        return ring.at[jnp.arange(B)[:, None], slot].set(new.astype(ring.dtype), mode="drop", unique_indices=True)
+        return ring.at[jnp.arange(B)[:, None], :, slot].set(new.astype(ring.dtype), mode="drop", unique_indices=True)
 
     def _from_oldest(self, ring: Array, length: Int[Array, " B"]) -> Array:
-        """Returns the ring from its oldest entry to its newest, ending at `length`."""
-        W = ring.shape[1]
+        """Returns the ring from its oldest entry to its newest, ending at `length`, `B W K H`."""
+        W = ring.shape[2]
         slot = (length[:, None] + jnp.arange(W)[None, :]) % W
-        return jnp.take_along_axis(ring, slot[:, :, None, None], axis=1)
+        return heads_first(jnp.take_along_axis(ring, slot[:, None, :, None], axis=2))
 
     def _slots(self, k_start: Array, k_end: Array) -> tuple[Array, Array]:
         """Returns key intervals as slots of the ring, for a single query."""
-        W, seen = self.k.shape[1], k_end - k_start
+        W, seen = self.k.shape[2], k_end - k_start
         # A full window is all W slots from 0. A shorter one does not wrap around the end.
         first = jnp.where(seen >= W, 0, k_start % W)
         return first, first + seen
@@ -359,31 +362,42 @@ def _count_keys(keys: int, first: Int[Array, " B"]) -> Int[Array, "B S"]:
     return first[:, None] + jnp.arange(keys, dtype=jnp.int32)[None]
 
 
-def put_rows(old: Num[Array, "B S *R"], new: Num[Array, "B T *R"], ctx: Context) -> Num[Array, "B S *R"]:
+def heads_first(x: Num[Array, "B S K H"]) -> Num[Array, "B K S H"]:
+    """Swaps tokens and heads: the order of keys in a cache from that in a layer, and back."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def put_rows(old: Array, new: Array, ctx: Context, *, axis: int = 1) -> Array:
     """Writes the new tokens of each row after its cached ones, and drops those after the last slot.
+
+    Args:
+        old: The cached tokens, with S slots along `axis`.
+        new: The T new tokens along `axis`; the other axes are those of `old`.
+        ctx: The context of the call.
+        axis: Axis of tokens: 1, or 2 behind the heads.
 
     Raises:
         ValueError: when there are more new tokens than slots.
     """
-    S, T = old.shape[1], new.shape[1]
+    S, T, axis_of_row = old.shape[axis], new.shape[axis], axis - 1
     if T > S:
         raise ValueError(f"{T} new tokens do not fit a cache of capacity {S}; make a larger one")
 
     if is_known(ctx.length) and not np.asarray(ctx.length).any():  # an empty cache: prompts are written to its start
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), 0, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), 0, axis=axis)
 
     def put(old: Array, new: Array, length: Array) -> Array:
         if T == 1:  # decoding: one scatter, which drops out-of-range tokens
-            return old.at[length].set(new[0], mode="drop")
-        # [S, ...], updated by the window [T, ...] of one row. XLA clamps a window that would end after S to start at S
-        # - T, which would overwrite older tokens. So write the window there, and put the older tokens in front of the
-        # new ones: slot start + t keeps its value for t < over, and gets token t - over otherwise.
+            return old.at[(*[slice(None)] * axis_of_row, length)].set(new.squeeze(axis_of_row), mode="drop")
+        # [S, ...] or [K, S, ...], updated by a window of T tokens of one row. XLA clamps a window that would end after
+        # S to start at S - T, which would overwrite older tokens. So write the window there, with the older tokens in
+        # front of the new ones: slot start + t keeps its value for t < over, and gets token t - over otherwise.
         start = jnp.minimum(length, S - T)
         over = length - start
-        held = jax.lax.dynamic_slice_in_dim(old, start, T)
-        is_older = (jnp.arange(T) < over).reshape(T, *[1] * (new.ndim - 1))
+        held = jax.lax.dynamic_slice_in_dim(old, start, T, axis=axis_of_row)
+        is_older = (jnp.arange(T) < over).reshape(T, *[1] * (new.ndim - axis))
         return jax.lax.dynamic_update_slice_in_dim(
-            old, jnp.where(is_older, held, jnp.roll(new, over, axis=0)), start, axis=0
+            old, jnp.where(is_older, held, jnp.roll(new, over, axis=axis_of_row)), start, axis=axis_of_row
         )
 
     return jax.vmap(put)(old, new.astype(old.dtype), ctx.length)
@@ -440,7 +454,7 @@ def kv_cache(
     kind, slots = (RingCache, ring) if ring is not None and ring < capacity else (KVCache, capacity)
 
     def zeros(k_dim: int, v_dim: int, dtype: Any) -> KVCache | RingCache:
-        shape = (batch, slots, num_kv_heads)
+        shape = (batch, num_kv_heads, slots)
         return kind(jnp.zeros((*shape, k_dim), dtype), jnp.zeros((*shape, v_dim), dtype))
 
     # Scales are a cache with heads of width 1, so that both are indexed in the same way.

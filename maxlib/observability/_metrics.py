@@ -225,14 +225,15 @@ class Meter:
     """Reader of metrics from the device, one step late so that the device never waits, which also measures the speed.
 
     Args:
-        flops: Model FLOPs of a step.
+        flops: Model FLOPs of the step that is pushed next.
         peak: FLOP/s of all devices. `tokens_per_second` (of `num_tokens`), `targets_per_second` (of `num_targets`) and
             what comes of `flops` are averaged over about ten steps; `seconds` is the time of one step.
     """
 
     def __init__(self, *, flops: float | None = None, peak: float | None = None):
         self.flops, self.peak = flops, peak
-        self._waiting: tuple[int, dict[str, Any]] | None = None
+        self._waiting: tuple[int, dict[str, Any], float | None] | None = None  # with the FLOPs of the step
+        self._averaged: float | None = None  # FLOPs of the steps whose times are averaged
         self._read_at: float | None = None
         self._smooth: float | None = None
 
@@ -240,30 +241,32 @@ class Meter:
         """Takes the metrics of a step that was just started (`here`: already known), and returns those of the previous
         step.
         """
-        before, self._waiting = self._waiting, (step, metrics | here)
+        before, self._waiting = self._waiting, (step, metrics | here, self.flops)
         if before is None:
             return []
         values, now = jax.device_get(before[1]), time.perf_counter()
         if self._read_at is not None:
             values["seconds"] = now - self._read_at
-            self._smooth = values["seconds"] if self._smooth is None else 0.9 * self._smooth + 0.1 * values["seconds"]
+            smooth = self._smooth if before[2] == self._averaged else None  # more rows, for example, take longer
+            self._smooth = values["seconds"] if smooth is None else 0.9 * smooth + 0.1 * values["seconds"]
+            self._averaged = before[2]
         self._read_at = now
-        return [(before[0], self._with_speed(values))]
+        return [(before[0], self._with_speed(values, before[2]))]
 
     def flush(self) -> list[tuple[int, dict[str, Any]]]:
         """Waits for pending metrics. The time until the next step does not count."""
         before, self._waiting, self._read_at = self._waiting, None, None
-        return [] if before is None else [(before[0], self._with_speed(jax.device_get(before[1])))]
+        return [] if before is None else [(before[0], self._with_speed(jax.device_get(before[1]), before[2]))]
 
-    def _with_speed(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _with_speed(self, values: dict[str, Any], flops: float | None) -> dict[str, Any]:
         if self._smooth is None:
             return values
         for name in {"num_tokens", "num_targets"} & values.keys():
             values[f"{name.removeprefix('num_')}_per_second"] = float(values[name]) / self._smooth
-        if self.flops is not None:
-            values["model_tflops_per_second"] = self.flops / self._smooth / 1e12
-        if self.flops is not None and self.peak is not None:
-            values["mfu"] = self.flops / self._smooth / self.peak
+        if flops is not None:
+            values["model_tflops_per_second"] = flops / self._smooth / 1e12
+        if flops is not None and self.peak is not None:
+            values["mfu"] = flops / self._smooth / self.peak
         return values
 
 

@@ -306,8 +306,9 @@ class PolicyLoss(ReferencedLoss):
     `sampler_gap`, the mean absolute difference, and `sampler_kl`, an estimate of the divergence. The value of the loss
     itself is not informative: for an on-policy step it is 0.
 
-    A step raises ValueError when the batch lacks inputs of an option, or its `sampler` has another temperature, or
-    filters; and for advantages of shape `B` if a row has several completions, which inside `jit` makes the loss NaN.
+    A step raises ValueError when the batch lacks inputs of an option, or its `sampler` has another temperature, filters
+    or penalties; and for advantages of shape `B` if a row has several completions, which inside `jit` makes the loss
+    NaN.
 
     Args:
         surrogate: The loss of a token as a function of ρ, A and ℓ, such as `Clip`.
@@ -354,7 +355,8 @@ class PolicyLoss(ReferencedLoss):
 
         Raises:
             TypeError: for another object.
-            ValueError: when temperatures differ, or the sampler filters tokens, so that ratios lack the lost mass.
+            ValueError: when temperatures differ, or the sampler filters or penalizes tokens, so that ratios are of
+                another distribution.
         """
         if not isinstance(sampler, Sampler):
             raise TypeError(
@@ -366,11 +368,15 @@ class PolicyLoss(ReferencedLoss):
                 f"the loss scores tokens at temperature {self.temperature}, the sampler draws them at "
                 f"{sampler.temperature}; give the loss temperature={sampler.temperature}"
             )
-        filters = {name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(sampler, name)) is not None}
-        if filters:
+        changes = {
+            field.name: value
+            for field in dataclasses.fields(sampler)
+            if field.name != "temperature" and (value := getattr(sampler, field.name)) != field.default
+        }
+        if changes:
             raise ValueError(
-                f"a sampler for training must draw from the whole distribution, but this one filters by {filters}: omit "
-                "that"
+                f"a sampler for training must draw from the model's own distribution, but this one changes it by {changes}: "
+                "omit that"
             )
 
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:

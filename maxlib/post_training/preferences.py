@@ -311,6 +311,8 @@ class DPO(PreferenceLoss):
         if self.loss_type == "exo_pair" and not self.label_smoothing:
             raise ValueError("exo_pair compares with ε, so label_smoothing must be above 0, such as 1e-3")
         check_choice("divergence", self.divergence, ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"))
+        if self.alpha != DPO.alpha and self.divergence != "alpha_divergence":
+            raise ValueError(f"alpha is for divergence='alpha_divergence', got it for {self.divergence!r}")
         if self.divergence != "reverse_kl" and self.loss_type not in _OF_DIVERGENCES:
             raise ValueError(f"other divergences are for {', '.join(_OF_DIVERGENCES)}, got {self.loss_type!r}")
 
@@ -420,10 +422,11 @@ class MixedPreference(PreferenceLoss):
 
     Args:
         terms: Pairs of weight and loss, `((0.8, DPO()), (0.2, DPO(0.1, "bco_pair")), (1.0, ChosenNLL()))`. Rewards in
-            metrics are those of the first. The terms' own `reference` and `temperature` are not used.
+            metrics are those of the first.
 
     Raises:
-        ValueError: when there is no term, or terms disagree on whether c and r are ratios to a reference.
+        ValueError: when there is no term, terms disagree on whether c and r are ratios to a reference, or a term sets
+            an option that all share.
     """
 
     terms: tuple[tuple[float, PreferenceLoss], ...]
@@ -435,6 +438,9 @@ class MixedPreference(PreferenceLoss):
                 "a MixedPreference takes losses of pairs that all have a reference or all have none, and ChosenNLL for "
                 f"the likelihood (ORPO brings its own), got {[type(loss).__name__ for _, loss in self.terms]}"
             )
+        common = dataclasses.fields(PreferenceLoss)
+        if unread := {f.name for _, loss in self.terms for f in common if getattr(loss, f.name) != f.default}:
+            raise ValueError(f"all terms share {sorted(unread)}: give them to the MixedPreference, not to its terms")
 
     @property
     def needs_reference(self) -> bool:

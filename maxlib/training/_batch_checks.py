@@ -34,7 +34,8 @@ _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "
 
 
 def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) -> None:
-    """Raises ValueError for a token mask, and for another library's name of an input that the loss reads.
+    """Raises ValueError for a token mask or weights that the loss does not read, and for another library's name of an
+    input that it reads.
 
     Args:
         loss: Name of the loss.
@@ -48,6 +49,11 @@ def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) 
         if name in _MASKS and name not in known:
             raise ValueError(
                 f"{loss} does not read batch[{name!r}]: set targets to -1 where nothing is learned, and omit it"
+            )
+        if name == "loss_weights" and name not in known:
+            raise ValueError(
+                f"{loss} does not read batch['loss_weights'], so all targets would weigh the same: omit them, or train with "
+                "training.NextToken, MTP or DFT"
             )
         if name not in known and (meant := _meant(name, known - batch.keys())) is not None:
             raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or omit it")
@@ -198,6 +204,15 @@ def warn_of_copies(batch: dict[str, Any]) -> None:
 def trained_model(model: Any) -> Any:
     """Returns the model that is trained: that of a `post_training.WithFrozen`, or the model itself."""
     return getattr(model, "trained", model)
+
+
+def with_trained_model(model: Any, trained: Any) -> Any:
+    """Returns the model with another one in the place of `trained_model(model)`."""
+    if trained_model(model) is model:
+        return trained
+    new = jax.tree.map(lambda leaf: leaf, model)
+    new.trained = trained
+    return new
 
 
 def _batches(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:

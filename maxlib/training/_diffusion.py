@@ -48,7 +48,7 @@ class MaskedDiffusion(Loss):
     mask_token: int
     levels: tuple[float, float] = (1e-3, 1.0)
     shifted: bool = False
-    reads: ClassVar[Collection[str]] = ("weights",)
+    reads: ClassVar[Collection[str]] = ("noise_weights",)
 
     def __post_init__(self):
         lowest, highest = self.levels
@@ -65,7 +65,7 @@ class MaskedDiffusion(Loss):
         remat: nn.remat.Policy = None,
     ) -> tuple[Float[Array, ""], Stats]:
         """Draws noise, unless the batch comes from `corrupt`, and returns `(loss sum, Stats)`; see `Loss`."""
-        if "weights" not in batch:
+        if "noise_weights" not in batch:
             if key is None:
                 raise ValueError(
                     "masked diffusion draws noise: give a random key, loss(model, batch, jax.random.key(0))"
@@ -77,8 +77,8 @@ class MaskedDiffusion(Loss):
     def corrupt(self, model: Any, batch: Batch, key: Key[Array, ""]) -> Batch:
         """Returns a batch with noise.
 
-        Its `targets` are the tokens behind masks, and its `weights` are 1 / t at each target, masked or not, else 0. A
-        1F1B pipeline, which draws none, takes such a batch.
+        Its `targets` are the tokens behind masks, and its `noise_weights` are 1 / t at each target, masked or not, else
+        0. A 1F1B pipeline, which draws none, takes such a batch.
 
         Args:
             model: The model, whose masks say whether there are blocks and pairs.
@@ -107,13 +107,17 @@ class MaskedDiffusion(Loss):
         targets, weights = jnp.where(is_masked, tokens, -1), jnp.where(is_target, 1 / level, 0)
         if self.shifted:
             targets, weights = shift_left(targets, 1, fill=-1), jnp.pad(weights[:, 1:], ((0, 0), (0, 1)))
-        changes = {"tokens": jnp.where(is_masked, self.mask_token, tokens), "targets": targets, "weights": weights}
+        changes = {
+            "tokens": jnp.where(is_masked, self.mask_token, tokens),
+            "targets": targets,
+            "noise_weights": weights,
+        }
         return _pairs(batch, changes) if mask is not None and mask.pairs else batch | changes
 
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
-        if "weights" not in batch:
+        if "noise_weights" not in batch:
             raise ValueError("a 1F1B pipeline draws no noise: give it loss.corrupt(model, batch, key)")
-        targets, weights = batch["targets"], batch["weights"]
+        targets, weights = batch["targets"], batch["noise_weights"]
         loss, sums = nn.cross_entropy(hidden, model.head_weight(), targets, weights=weights, softcap=model.softcap)
         count = jnp.sum(weights > 0).astype(jnp.float32)
         accuracy = Quotient(sums["accuracy"], jnp.sum(ops.is_learned(targets)).astype(jnp.float32))
@@ -124,7 +128,10 @@ def _pairs(batch: Batch, noisy: Batch) -> Batch:
     """Returns rows in pairs: a text, of which nothing is learned, and its noisy copy."""
     if media := [name for name in ("images", "audio", "source") if name in batch]:
         raise ValueError(f"pairs of a text and its noisy copy support text only, but this batch has {media[0]}")
-    texts = batch | {"targets": jnp.full_like(noisy["targets"], -1), "weights": jnp.zeros_like(noisy["weights"])}
+    texts = batch | {
+        "targets": jnp.full_like(noisy["targets"], -1),
+        "noise_weights": jnp.zeros_like(noisy["noise_weights"]),
+    }
 
     def interleaved(text: Array, noisy: Array) -> Array:
         return jnp.stack([text, noisy], axis=1).reshape(-1, *text.shape[1:])

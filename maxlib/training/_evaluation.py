@@ -30,7 +30,8 @@ class Evaluation:
 
     Raises:
         TypeError: for what is neither, such as a generator, which can be read only once.
-        ValueError: for a negative `every`, or less than one batch.
+        ValueError: for a negative `every`, or less than one batch; after the first evaluation, for a metric of
+            `stop_at` that it does not compute.
     """
 
     loader: Any  # StatefulLoader, or an iterable that becomes one
@@ -52,6 +53,14 @@ class Evaluation:
             raise ValueError(
                 f"Evaluation needs every of at least 0 and at least one batch, got every={self.every} and "
                 f"batches={self.batches}"
+            )
+
+    def check_stop_at(self, metrics: Collection[str]) -> None:
+        """Raises ValueError unless the metric of `stop_at` is among those of an evaluation."""
+        if self.stop_at is not None and self.stop_at[0] not in metrics:
+            raise ValueError(
+                f"stop_at names the metric {self.stop_at[0]!r}, so training would never stop; an evaluation has "
+                f"{', '.join(sorted(metrics))}"
             )
 
     def is_due(self, step: int) -> bool:

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from maxlib import nn
 from maxlib.checkpoint import Checkpointer, SaveError
+from maxlib.training._batch_checks import trained_model
 from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._restore import config_text, items_of
 from maxlib.training._state import TrainState
@@ -71,7 +72,7 @@ class HuggingFaceExport:
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing, after the previous export has finished. Raises SaveError if that one failed."""
         self.wait()
-        model = ema_model(state) if self.ema else state.model
+        model = trained_model(ema_model(state) if self.ema else state.model)  # without the frozen one beside it
         if jax.process_count() > 1:
             self._write(step, model)
         else:

@@ -6,9 +6,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jaxtyping import Array
 
 from maxlib import nn, sharding
+from maxlib.training._batch_checks import trained_model, with_trained_model
 from maxlib.training._placement import place_like_parameters
 from maxlib.training._qk_clip import is_max_logits
 from maxlib.training.losses import Batch, LossFunction, Stats
@@ -51,8 +53,10 @@ def bind_options(
                 raise ValueError(
                     "NEFTune's noise and dropout need a key: call the loss with one, loss(model, batch, key)"
                 )
-            model = nn.with_dropout(model, dropout, jax.random.fold_in(key, 1)) if dropout else model
-            model = with_embedding_noise(model, key, neftune_alpha) if neftune_alpha else model
+            trained = trained_model(model)  # a reference or a teacher beside it is neither noisy nor cut
+            noisy = nn.with_dropout(trained, dropout, jax.random.fold_in(key, 1)) if dropout else trained
+            noisy = with_embedding_noise(noisy, key, neftune_alpha) if neftune_alpha else noisy
+            model = with_trained_model(model, noisy)
         return loss(model, batch, key, **options)
 
     return bound
@@ -131,6 +135,26 @@ def gradient(
     count = divisor(stats.num_targets)
     means = {path: g if is_max_logits(path) else (g / count).astype(trainable[path].dtype) for path, g in grads.items()}
     return means, value / count, stats
+
+
+def parameters_outside(loss: LossFunction, trainable: Params, rest: Any, batch: Batch, key: Array) -> list[str]:
+    """Lists the trained parameters on which a loss of this batch does not depend; weight decay alone moves them.
+
+    Args:
+        loss: The loss, with its options bound.
+        trainable: Trained parameters by path, or their shapes.
+        rest: The rest of the model.
+        batch: The batch, or its shapes.
+        key: Random key.
+    """
+
+    def total(trainable: Params, batch: Batch, key: Array) -> Array:
+        return loss(nn.combine(trainable, rest), batch, key)[0]
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (trainable, batch, key))
+    traced = jax.make_jaxpr(total)(*shapes)
+    reached = dce_jaxpr_consts(traced.jaxpr, [True])[2]
+    return [path for path, is_reached in zip(sorted(trainable), reached, strict=False) if not is_reached]
 
 
 def divisor(count: Any) -> Array:

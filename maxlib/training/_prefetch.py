@@ -20,6 +20,9 @@ from maxlib.training.losses import Batch
 class StatefulLoader(Protocol):
     """Protocol of loaders that return this host's rows of every batch; `maxlib.data.Loader` is one.
 
+    A state is a dictionary of JSON values. Of several processes, a checkpoint joins the states by their names, and each
+    process gets all of them back: what only one process reads has a name of its own, such as the number of its shard.
+
     If it has a method `metrics()`, its counts are written at every step; with several processes they are summed at
     saves and evaluations. If it has a method `follow(sharding)`, a `Trainer` of several processes calls it with the
     sharding of the batch, before anything is read.
@@ -74,8 +77,12 @@ class IterableLoader:
             return
         if read < self._read:
             self.reset()
-        for _ in range(read - self._read):
-            next(self)
+        while self._read < read:
+            if next(self, None) is None:
+                raise ValueError(
+                    f"the run has read {read} batches, but this {type(self.batches).__name__} ends after {self._read}: a "
+                    "resumed run needs the batches that it began with"
+                )
 
 
 def as_loader(loader: Any, name: str) -> StatefulLoader:

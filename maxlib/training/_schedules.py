@@ -43,7 +43,12 @@ def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float =
         ValueError: when the parts do not fit into `steps`.
     """
     _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end_fraction * peak, steps - warmup))
+    falling = float(steps - warmup)
+
+    def fall(step: Any) -> Any:
+        return peak * (1 - (1 - end_fraction) * jnp.clip(step / falling, 0.0, 1.0))
+
+    return _after_warmup(peak, warmup, fall)
 
 
 def warmup_stable_decay(
@@ -73,17 +78,17 @@ def warmup_stable_decay(
     """
     _check(steps, warmup, decay)
     check_choice("shape", shape, ("linear", "cosine", "sqrt"))
-    begin = steps - decay
+    begin, rising = float(steps - decay), float(warmup)
 
     def schedule(step: Any) -> Any:
-        progress = jnp.clip((step - begin) / decay, 0.0, 1.0)
+        progress = jnp.clip((step - begin) / float(decay), 0.0, 1.0)
         left = {
             "linear": 1 - progress,
             "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
             "sqrt": 1 - jnp.sqrt(progress),
         }[shape]
-        rise = jnp.minimum(1.0, (step + 1) / (warmup + 1))
-        return peak * jnp.where(step < warmup, rise, end_fraction + (1 - end_fraction) * left)
+        rise = jnp.minimum(1.0, (step + 1) / (rising + 1))
+        return peak * jnp.where(step < rising, rise, end_fraction + (1 - end_fraction) * left)
 
     return schedule
 
@@ -110,8 +115,12 @@ def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.S
     """Prepends a warm-up whose first step has a rate above 0: step `i` has `(i + 1) / (warmup + 1)` of the peak."""
     if warmup == 0:
         return schedule
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([rise, schedule], [warmup])
+    rising = float(warmup)  # numbers of tokens may be too large for an integer of 32 bits
+
+    def rise_first(step: Any) -> Any:
+        return jnp.where(step < rising, peak * (step + 1) / (rising + 1), schedule(step - rising))
+
+    return rise_first
 
 
 def _check(steps: int, warmup: int, decay: int = 1) -> None:
@@ -173,11 +182,12 @@ class Ramp:
         self._step = 0
 
     def get_state(self) -> dict[str, Any]:
-        return {"loader": self.loader.get_state(), "step": self._step}
+        # Beside the loader's shards, as a checkpoint joins the states of all hosts by the names of shards.
+        return self.loader.get_state() | {"ramp": self._step}
 
     def set_state(self, state: Any) -> None:
-        self.loader.set_state(state["loader"])
-        self._step = state["step"]
+        self.loader.set_state({shard: x for shard, x in state.items() if shard != "ramp"})
+        self._step = state["ramp"]
 
     def tokens_before(self, tokens_per_batch: int) -> Callable[[Any], Any]:
         """Returns a function from a step to the number of tokens before it, for `by_tokens`.

@@ -19,7 +19,7 @@ from maxlib.hardware import current_device
 from maxlib.nn.router import expert_bias_paths, moved_biases
 from maxlib.training._gradients import bind_options, divisor, gradient
 from maxlib.training._offload import apply_updates, update
-from maxlib.training._optimizer_wrappers import ema_model
+from maxlib.training._optimizer_wrappers import ema_model, num_updates
 from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.training._placement import batch_axes, place_like_parameters
 from maxlib.training._qk_clip import clip_queries_and_keys, max_logits_taps
@@ -118,7 +118,7 @@ def make_train_step(
             trainable = place_like_parameters(clipped, state.trainable, state.rest)
             metrics["max_logit"] = jnp.max(jnp.stack([jnp.max(x) for x in max_logits.values()]))
         if log_schedule is not None:
-            metrics["learning_rate"] = jnp.asarray(log_schedule(state.step), jnp.float32)
+            metrics["learning_rate"] = jnp.asarray(log_schedule(num_updates(state.opt_state, state.step)), jnp.float32)
         rest, rate = state.rest, cast(Any, router_bias_update_rate)
         if router_bias_update_rate:
             rest = _with_moved_biases(rest, state.trainable, stats.expert_counts, rate=rate, skipped=skipped)
@@ -197,11 +197,19 @@ def make_eval_step(loss: LossFunction, *, dtype: Any = None, ema: bool = False) 
     def step(state: TrainState, batch: Batch) -> Stats:
         for x in jax.tree.leaves(batch):
             _check_divides(x, 1)
-        value, stats = bound(ema_model(state) if ema else state.model, jax.tree.map(_by_rows, batch), state.key)
+        # A loss with noise draws other noise for every batch, and the same one at every evaluation.
+        key = jax.random.fold_in(state.key, _checksum(batch))
+        value, stats = bound(ema_model(state) if ema else state.model, jax.tree.map(_by_rows, batch), key)
         _check_metric_names(stats)
         return _everywhere(Stats(stats.num_targets, {"loss": value} | stats.sums))
 
     return step
+
+
+def _checksum(batch: Batch) -> Array:
+    """Returns a number that tells apart batches of other integers."""
+    integers = [x for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer)]
+    return sum((jnp.sum(x.astype(jnp.uint32)) for x in integers), start=jnp.zeros((), jnp.uint32))
 
 
 def _check_metric_names(stats: Stats) -> None:

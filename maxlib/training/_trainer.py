@@ -29,7 +29,7 @@ from maxlib.observability import (
 from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._evaluation import Evaluation, by_prefix, evaluate, target_reached
 from maxlib.training._export import Export
-from maxlib.training._gradients import bind_options
+from maxlib.training._gradients import bind_options, parameters_outside
 from maxlib.training._placement import copy_model, host_rows, shard_batch
 from maxlib.training._prefetch import StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
@@ -131,6 +131,10 @@ class Trainer:
         evaluations = by_prefix(evaluation)
         _check_arguments(model, loader, evaluations, checkpointer, callbacks)
         sharding.check_layout(layout)
+        if diloco is not None and any(e.ema for e in evaluations.values()):
+            raise ValueError(
+                "under DiLoCo each replica has averages of its own, which are no model: leave out ema=True"
+            )
         if layout is None and jax.process_count() > 1:
             raise ValueError(
                 f"without a layout, each of the {jax.process_count()} processes would train its own model: pass layout=, "
@@ -187,7 +191,8 @@ class Trainer:
         self.step, self.batch, self._batch_before = 0, None, None
         self._meter = Meter()
         self._empty = 0  # consecutive steps without a target
-        self._counted = False  # True once the FLOPs of a step are counted
+        self._counted = False  # True once a step has been started
+        self._flops: dict[Any, float | None] = {}  # of a step, by the shapes of its batch
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
         self._evaluated: dict[str, int] = {}  # step of each set's newest evaluation
         self._counts_at: int | None = None  # step at which the loaders' counts were last written
@@ -300,6 +305,7 @@ class Trainer:
                 evaluation = self._evaluations[prefix]
                 evaluation.loader.reset()
                 computed = evaluate(self._eval_steps[prefix], self.state, self._batches(evaluation))
+                evaluation.check_stop_at(computed)
                 values |= {f"{prefix}{name}": value for name, value in computed.items()}
         self._evaluated |= dict.fromkeys(prefixes, self.step)
         self._last = self._last | values
@@ -350,7 +356,7 @@ class Trainer:
                     break
                 counts = collect_metrics(self.loader) if jax.process_count() == 1 else {}
                 self._dispatch_step(batch, data_seconds=time.perf_counter() - begin, **counts)
-                self._after_step()
+                self._after_step(last=self.step == steps)
                 if self._interrupt.requested(self.step):
                     raise self._interrupt.stop()
         with self.clock.step(self.step):
@@ -376,7 +382,9 @@ class Trainer:
             self.step += 1
             if not self._counted:  # while the first step runs
                 check_first_batch(host_rows(batch), self.state.model)
-                self._count_flops(batch)
+                self._say_what_is_outside(host_rows(batch))
+                self._counted = True
+            self._meter.flops = self._flops_of(batch)
             ready = self._meter.push(self.step, metrics | memory_use(max_age=1.0), **here)
         self._report(ready)
 
@@ -389,15 +397,17 @@ class Trainer:
             counts = collect_metrics(self.loader, all_processes=True)
         self.writers.write(self.step, counts)
 
-    def _after_step(self) -> None:
-        """Runs the callbacks, evaluations, exports and saves that are due after this step."""
+    def _after_step(self, *, last: bool) -> None:
+        """Runs the callbacks, evaluations, exports and saves that are due after this step; all evaluations after the
+        `last` one, so that a save has their metrics.
+        """
         for every, callback in self.callbacks:
             if self.step % every == 0:
                 if every > 1:  # infrequent callbacks may be slow; exclude them from step time
                     self._flush()
                 with self.clock.span("callbacks"):
                     callback(self)
-        self._evaluate([prefix for prefix, e in self._evaluations.items() if e.is_due(self.step)])
+        self._evaluate([prefix for prefix, e in self._evaluations.items() if last or e.is_due(self.step)])
         if self._saving.export_is_due(self.step):
             self._flush()  # a state that is not finite raises here, before it replaces a good export
             self._saving.export(self.step, self.state)
@@ -460,17 +470,38 @@ class Trainer:
             self.save(urgent=urgent)
             self._saving.wait()
 
-    def _count_flops(self, batch: Batch) -> None:
-        """Counts the FLOPs of a step from this host's rows of its first batch, which other hosts may share."""
-        self._counted = True
+    def _say_what_is_outside(self, rows: Batch) -> None:
+        """Logs that trained parameters do not enter the loss, such as an image encoder's of a batch of texts."""
+        state = self.state
+        try:
+            outside = parameters_outside(self.loss, state.trainable, state.rest, rows, state.key)
+        except Exception as error:  # a check that fails must not end a run
+            self.log(f"whether all parameters are trained is not known: {type(error).__name__}: {error}")
+            return
+        if outside:
+            self.log(
+                f"{len(outside)} of {len(state.trainable)} trained parameters, such as {outside[0]}, do not enter the loss "
+                "of the first batch: their gradients are zero, and weight decay shrinks them: freeze them (filter=)"
+            )
+
+    def _flops_of(self, batch: Batch) -> float | None:
+        """Returns the FLOPs of a step, counted for the first batch of each shape."""
+        shapes = tuple(x.shape for x in jax.tree.leaves(self.batch))
+        if shapes not in self._flops:
+            self._flops[shapes] = self._count_flops(batch)
+        return self._flops[shapes]
+
+    def _count_flops(self, batch: Batch) -> float | None:
+        """Counts the FLOPs of a step from this host's rows of its batch, which other hosts may share."""
         try:
             rows = host_rows(batch)
             share = len(jax.tree.leaves(rows)[0]) / len(jax.tree.leaves(self.batch)[0])
             frozen = jax.tree.map(lambda _: False, self.state.rest)
             trained = nn.combine(dict.fromkeys(self.state.trainable, True), frozen)
-            self._meter.flops = training_flops(self.loss, self.state.model, rows, trained=trained) / share
+            return training_flops(self.loss, self.state.model, rows, trained=trained) / share
         except Exception as error:  # a failed estimate must not end a run
             self.log(f"no MFU: counting FLOPs failed with {type(error).__name__}: {error}")
+            return None
 
 
 def _check_arguments(

@@ -186,11 +186,16 @@ class NextToken(Loss):
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
         )
-        count = num_learned(batch)
-        if weights is None:
-            return loss, Stats(count, sums)
-        total = jnp.sum(jnp.where(ops.is_learned(batch["targets"]), weights, 0), dtype=jnp.float32)
-        return loss, Stats(total, {name: Quotient(value, count) for name, value in sums.items()})
+        return loss, _weighted_stats(batch, sums)
+
+
+def _weighted_stats(batch: Batch, sums: dict[str, Array]) -> Stats:
+    """Returns the statistics of a mean over targets with the batch's `loss_weights`, if any; `sums` have no weights."""
+    count = num_learned(batch)
+    if "loss_weights" not in batch:
+        return Stats(count, sums)
+    total = jnp.sum(jnp.where(ops.is_learned(batch["targets"]), batch["loss_weights"], 0), dtype=jnp.float32)
+    return Stats(total, {name: Quotient(value, count) for name, value in sums.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,16 +249,17 @@ class BySource(Loss):
 class DFT(Loss):
     """Dynamic fine-tuning (arXiv:2508.05629): the cross-entropy of each target times its probability.
 
-    The factor has no gradient: -Σ sg(p) log p. Metrics are those of `NextToken`.
+    The factor has no gradient: -Σ sg(p) log p. Metrics, and `loss_weights`, are those of `NextToken`.
     """
 
-    reads: ClassVar[Collection[str]] = ()
+    reads: ClassVar[Collection[str]] = ("loss_weights",)
 
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
         scored = score(model, hidden, batch["targets"])
-        loss = -jnp.sum(jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob)  # 0 for ignored targets
+        losses = -jax.lax.stop_gradient(jnp.exp(scored.log_prob)) * scored.log_prob  # 0 for ignored targets
         sums = {"nll": -jnp.sum(scored.log_prob), "accuracy": jnp.sum(scored.correct, dtype=jnp.float32)}
-        return loss, jax.lax.stop_gradient(Stats(num_learned(batch), sums))
+        loss = jnp.sum(losses * batch.get("loss_weights", 1.0))
+        return loss, jax.lax.stop_gradient(_weighted_stats(batch, sums))
 
 
 @dataclasses.dataclass(frozen=True)

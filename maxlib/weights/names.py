@@ -145,15 +145,17 @@ def with_fused_experts(table: Sequence[Entry]) -> list[Entry]:
     Args:
         table: A whole table.
     """
-    return [_fused(e) if isinstance(e, Weight) and _PER_EXPERT.search(e.hf_name) else e for e in table]
+    experts = [e for e in table if isinstance(e, Weight) and _PER_EXPERT.search(e.hf_name)]
+    gated = any(e.path.endswith(".gate.w") for e in experts)
+    return [_fused(e, gated=gated) if e in experts else e for e in table]
 
 
-def _fused(entry: Weight) -> Weight:
-    """Returns the entry for all experts together instead of one per expert: gate first, then up, then down."""
+def _fused(entry: Weight, *, gated: bool) -> Weight:
+    """Returns the entry for all experts together instead of one per expert: gate and up in one tensor, and down."""
     stem = entry.hf_name.partition(".{e}.")[0].replace("block_sparse_moe", "mlp")
     part = entry.path.split(".")[-2]
-    if part == "down":
-        return Weight(f"{stem}.down_proj", entry.path, "e O I -> e O I")
+    if part == "down" or not gated:
+        return Weight(f"{stem}.{part}_proj", entry.path, "e O I -> e O I")
     at = {"two": _PARTS.index(part)}
     return Weight(f"{stem}.gate_up_proj", entry.path, "e (two O) I -> e O I", at=at)
 

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import maxlib
 from maxlib import adapters, nn, quantization, training
+from maxlib.adapters import _peft_config
 from maxlib.adapters._saved_modules import untied
 from tests.adapters import peft_parity as theirs
 from tests.adapters.test_adapters import trained
@@ -248,3 +249,25 @@ def test_adapters_of_some_projections_of_experts_are_those_of_peft(name, bases, 
 def save_trained(model, directory):
     adapters.save(trained(model, size=0.1), directory)
     return directory
+
+
+def test_names_that_files_spell_otherwise_and_experts_without_a_gate(tmp_path):
+    """Nemotron-H is `backbone` in files and `model` in transformers, whose names PEFT's patterns have."""
+    base = maxlib.from_pretrained(parity.directory(tmp_path / "base", next(iter(parity.golden("nemotron_h").values()))))
+    alphas = {"*attn.q": 64, "*attn.*": 2, "*moe.up": 4, "*moe.down": 6}
+    rules = [adapters.Rule(adapters.LoRA(2, alpha), match) for match, alpha in alphas.items()]
+    model = trained(adapters.add(base, rules, rngs=nnx.Rngs(0)))
+    adapters.save(model, tmp_path / "adapter")
+    again = adapters.load(base, tmp_path / "adapter")
+    want, got = (nn.variables(adapters.merge(m)) for m in (model, again))
+    for path, variable in want.items():
+        np.testing.assert_allclose(got[path].get_value(), variable.get_value(), atol=1e-6, err_msg=path)
+
+
+def test_a_module_is_saved_with_what_it_contains(tmp_path):
+    """PEFT copies all of a module that `modules_to_save` names; what is inside would else not be trained."""
+    config = _peft_config.Config({"modules_to_save": ["mlp", "lm_head"]}, tmp_path)
+    saved = "lm_head", "model.layers.0.mlp", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.experts.3.w1"
+    assert all(map(config.saves, saved))
+    others = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp_norm", "model.embed_tokens"
+    assert not any(map(config.saves, others)) and not _peft_config.Config({}, tmp_path).saves("lm_head")

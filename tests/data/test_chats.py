@@ -1,6 +1,8 @@
 """Chats: only the chosen turns have targets, and errors name the chat."""
 
 import json
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +53,46 @@ def test_only_the_chosen_turns_are_learned(tokenizer, template):
     at = both["targets"] >= 0
     np.testing.assert_array_equal(both["targets"][:-1][at[:-1]], both["tokens"][1:][at[:-1]])
     assert both["targets"][-1] == -1
+
+
+GLM = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize("template", [GLM, MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")])
+def test_turns_without_an_end_that_is_learned_are_said(tokenizer, template):
+    """As in GLM, where the next turn's role is the end of a turn; no loss would show that a model never stops."""
+    with pytest.warns(UserWarning, match="the model does not learn to stop"):
+        assert learned(tokenizer, tokenized(tokenizer, template)) == "Zwei Äpfel.日本語 ok"
+
+
+def test_a_template_gets_the_variables_of_its_chat(tokenizer):
+    """`chat_template_kwargs`, as in data for TRL."""
+    template = ChatTemplate("{{ 'the size' if enable_thinking else 'of' }}" + PLAIN)
+    source = [{"messages": CHAT, "chat_template_kwargs": variables} for variables in ({"enable_thinking": True}, None)]
+    thinks, does_not = data.tokenize_chats(data.records(source, field="messages"), tokenizer, template)
+    assert tokenizer.decode(thinks["tokens"]).startswith("the size")
+    assert tokenizer.decode(does_not["tokens"]).startswith("of")
+
+
+def test_a_turn_may_be_marked_in_pieces(tokenizer):
+    pieces = MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}{% generation %}</s>{% endgeneration %}")
+    assert learned(tokenizer, tokenized(tokenizer, pieces)) == learned(tokenizer, tokenized(tokenizer, MARKED))
+    for options in ({"learn": "last"}, {"turn_weights": True}):
+        with pytest.raises(ValueError, match="marks 4 generations, the chat has 2 assistant turns"):
+            tokenized(tokenizer, pieces, **options)
+
+
+@pytest.mark.full
+def test_of_the_templates_of_trl_only_that_of_glm_has_turns_without_an_end():
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    special = {name: f"<{name}>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    endless = set()
+    for path in folder.glob("*.jinja"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            data.tokenize_chats(data.in_memory(["x"]), None, ChatTemplate(path.read_text(), special_tokens=special))
+        endless |= {path.stem} if said else set()
+    assert endless == {"glm4moe"}
 
 
 def test_learned_turns_survive_packing(tokenizer):

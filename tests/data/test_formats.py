@@ -26,6 +26,14 @@ def test_records_of_a_table():
         data.records([])
 
 
+@pytest.mark.parametrize("name", ["labels", "completion_mask", "assistant_masks"])
+def test_labels_of_tokenized_records_are_not_left_out_in_silence(name):
+    """All tokens would be learned, prompts too."""
+    table = data.records([{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], name: [0, 1, 1]}], field="input_ids")
+    with pytest.raises(ValueError, match=f"record 0: beside the tokens there are {name}, which are not read"):
+        table[0]
+
+
 def test_a_folder_of_many_formats(tmp_path):
     (tmp_path / "a.md").write_text("one")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
@@ -43,6 +51,13 @@ def test_parquet(tmp_path):
     assert sorted(texts(data.files(tmp_path).shuffle(seed=0))) == sorted(want)
     with pytest.raises(ValueError, match=r"0.parquet: there is no column 'body', only \['text', 'ids'\]"):
         data.parquet(tmp_path, field="body")
+    chat = {"messages": [[{"role": "user", "content": "?"}]], "tools": [["look"]], "other": [1]}
+    pq.write_table(arrow.table(chat), tmp_path / "chats.parquet")
+    (read,) = data.parquet(tmp_path / "chats.parquet", field="messages")  # a template gets the tools
+    assert read["tools"] == ["look"] and read["messages"] == chat["messages"][0] and "other" not in read
+    pq.write_table(arrow.table({"input_ids": [[1, 2]], "labels": [[-100, 2]]}), tmp_path / "ids.parquet")
+    with pytest.raises(ValueError, match="ids.parquet: beside the tokens there are labels, which are not read"):
+        data.parquet(tmp_path / "ids.parquet", field="input_ids")
     (tmp_path / "0.parquet").write_bytes(b"nonsense" * 4)
     with pytest.raises(ValueError, match="0.parquet: this is no Parquet file"):
         data.parquet(tmp_path)

@@ -284,3 +284,10 @@ def test_a_source_of_which_nothing_is_left_is_an_error_after_so_many_reads():
     assert next(_Reading(left(3), patience=3))["tokens"] == [3]
     with pytest.raises(ValueError, match="No document in 3 reads"):
         next(_Reading(left(4), patience=3))
+
+
+def test_a_place_in_another_order_is_refused():
+    first, other = (iter(mixture(seed=seed)[::]) for seed in (0, 1))
+    next(first)
+    with pytest.raises(ValueError, match="sources shuffled with the seed 0, but here it is 1"):
+        other.set_state(first.get_state())

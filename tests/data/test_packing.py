@@ -38,6 +38,22 @@ def test_every_prediction_exactly_once(strategy, length):
     assert tokens == Counter(int(t) for doc in docs for t in doc)
 
 
+@pytest.mark.parametrize("other", [{"length": 32}, {"bins": 2}, {"strategy": "best_fit"}])
+def test_a_place_in_rows_is_none_in_others(other):
+    """Some documents would come again, and others never."""
+
+    def loader(**options):
+        docs, options = data.in_memory(documents()), {"length": 16, "bins": 4} | options
+        return data.Loader(lambda part: data.pack(docs[part], **options), batch_size=2, num_shards=1)
+
+    state = (first := loader()).get_state()
+    assert next(first) and state
+    again = loader(**other)
+    again.set_state(first.get_state())
+    with pytest.raises(ValueError, match="a place in rows packed with .*'length': 16, .* Keep what the run began with"):
+        next(again)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rows(strategy):
     for row in rows_of(documents(), 16, strategy):

@@ -116,6 +116,13 @@ def test_resumed_is_uninterrupted(folder, num_shards):
         resumed.close()
 
 
+def test_a_place_in_another_order_is_refused(folder):
+    first, other = (iter(data.WebDataset(folder, epochs=None, seed=seed)[::]) for seed in (2, 3))
+    next(first)
+    with pytest.raises(ValueError, match="files shuffled with the seed 2, but here it is 3"):
+        other.set_state(first.get_state())
+
+
 def test_a_stream_is_tokenized_and_mixed(folder):
     tokenizer = tokenization.train_bpe(["text 0123"] * 3, vocab_size=262)
     source = data.tokenize(data.WebDataset(folder), tokenizer, eos_id=0)

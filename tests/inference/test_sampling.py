@@ -9,7 +9,7 @@ import pytest
 
 from maxlib.inference import GREEDY, Sampler
 from maxlib.inference import _slots as slots
-from maxlib.inference._sampling import Keys, scaled
+from maxlib.inference._sampling import Keys, best, draw, scaled
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.06, 0.04], [0.04, 0.06, 0.15, 0.25, 0.5]]))
 
@@ -46,6 +46,20 @@ def test_draws_follow_the_distribution():
         want = jax.nn.softmax(LOGITS[0] / temperature)
         got = np.bincount(jax.jit(Sampler(temperature=temperature))(rows, keys), minlength=5) / 20_000
         np.testing.assert_allclose(got, want, atol=5 * np.sqrt(0.25 / 20_000))
+
+
+def test_draws_from_several_groups_of_tokens_follow_the_distribution():
+    logits = np.random.default_rng(0).normal(size=150).astype(np.float32)
+    logits[::3] = -np.inf
+    keys, rows = jax.random.split(jax.random.key(2), 20_000), jnp.broadcast_to(logits, (20_000, 150))
+    got, want = np.bincount(jax.jit(draw)(rows, keys), minlength=150) / 20_000, jax.nn.softmax(logits)
+    assert (np.abs(got - want) <= 5 * np.sqrt(want / 20_000)).all()
+
+
+def test_the_best_of_several_groups_is_the_first_of_equal_ones():
+    logits = np.random.default_rng(0).integers(0, 4, (50, 150)).astype(np.float32)
+    logits[0], logits[1, :130] = -np.inf, -5
+    np.testing.assert_array_equal(best(jnp.asarray(logits)), logits.argmax(axis=1))
 
 
 def test_greedy_takes_the_best():

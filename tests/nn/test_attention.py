@@ -162,10 +162,10 @@ def test_a_prefix_in_several_calls_is_refused():
 
 def test_windows_hold_a_ring():
     assert isinstance(build(MASKS["window"]).init_cache(1, 64), nn.cache.RingCache)
-    assert build(MASKS["window"]).init_cache(1, 64).k.shape == (1, 5, 2, 6)
-    assert build(MASKS["chunked"]).init_cache(1, 64).k.shape == (1, 4, 2, 6)
+    assert build(MASKS["window"]).init_cache(1, 64).k.shape == (1, 2, 5, 6)
+    assert build(MASKS["chunked"]).init_cache(1, 64).k.shape == (1, 2, 4, 6)
     assert isinstance(build(MASKS["causal"]).init_cache(1, 64), nn.cache.KVCache)
-    assert build(MASKS["window"]).init_cache(1, 3).k.shape == (1, 3, 2, 6)
+    assert build(MASKS["window"]).init_cache(1, 3).k.shape == (1, 2, 3, 6)
 
 
 @pytest.mark.parametrize("name", ["window", *(pytest.param(n, marks=pytest.mark.full) for n in ("causal", "chunked"))])

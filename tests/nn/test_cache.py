@@ -38,8 +38,8 @@ def test_each_token_and_head_is_rounded_by_its_own_scale(dtype, ring):
     cache = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=ring, dtype=jnp.dtype(dtype))
     slots = ring or 8
     assert isinstance(cache, QuantizedCache)
-    assert cache.values.k.shape == (B, slots, K, H) and cache.values.v.dtype == jnp.dtype(dtype)
-    assert cache.scales.k.shape == cache.scales.v.shape == (B, slots, K, 1) and cache.scales.k.dtype == jnp.float32
+    assert cache.values.k.shape == (B, K, slots, H) and cache.values.v.dtype == jnp.dtype(dtype)
+    assert cache.scales.k.shape == cache.scales.v.shape == (B, K, slots, 1) and cache.scales.k.dtype == jnp.float32
     given = sized()
     cache, *got, _, _ = extended(cache, *given)
     for kept, want in zip(got, given, strict=True):
@@ -47,13 +47,17 @@ def test_each_token_and_head_is_rounded_by_its_own_scale(dtype, ring):
         largest = np.abs(np.asarray(want)).max(axis=-1, keepdims=True)
         assert (np.abs(new - np.asarray(want)) <= 1.01 * ROUNDED[dtype] * largest).all()
     for scales, want in ((cache.scales.k, given[0]), (cache.scales.v, given[1])):
-        stored = np.asarray(scales)[:, :T, :, 0] * float(127 if dtype == "int8" else jnp.finfo(dtype).max)
+        stored = np.asarray(scales)[:, :, :T, 0].swapaxes(1, 2) * float(
+            127 if dtype == "int8" else jnp.finfo(dtype).max
+        )
         np.testing.assert_allclose(stored, np.abs(np.asarray(want)).max(axis=-1), rtol=0.02)
 
 
 def test_a_cache_that_is_known_to_be_empty_is_written_without_reading_it():
     old, (new, _) = kv_cache(B, 8, num_kv_heads=K, k_dim=H, v_dim=H, ring=None, dtype=jnp.float32).k, sized()
-    put = lambda length: put_rows(old + 1, new, nn.make_context(B, T, cache=nn.cache.Cache(None, length)))
+    put = lambda length: put_rows(
+        old + 1, new.swapaxes(1, 2), nn.make_context(B, T, cache=nn.cache.Cache(None, length)), axis=2
+    )
     empty = jnp.zeros(B, jnp.int32)
     np.testing.assert_array_equal(jax.jit(lambda: put(empty))(), jax.jit(put)(empty))
     programs = str(jax.make_jaxpr(lambda: put(empty))()), str(jax.make_jaxpr(put)(empty))
@@ -97,7 +101,8 @@ def test_what_does_not_fit_is_dropped_and_covers_nothing(kind):
 
     def slots(cache):
         array = cache.latent if kind == "latent" else cache.values.k * cache.scales.k if kind == "int8" else cache.k
-        return np.asarray(array).reshape(B, 8, -1)[:, :, 0].round()  # int8 is near
+        array = np.asarray(array)[:, None] if kind == "latent" else np.asarray(array)  # [B, K, 8, H]
+        return array[:, 0, :, 0].round()  # int8 is near
 
     full, chunk, past = map(slots, filled(empty))
     np.testing.assert_array_equal(full, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 7, 8, 0]])

@@ -105,8 +105,12 @@ def test_the_meter_reads_one_step_late():
     assert step == 2 and values["targets_per_second"] == pytest.approx(10 / values["seconds"])
     assert values["tokens_per_second"] == pytest.approx(30 / values["seconds"])
     assert values["mfu"] == pytest.approx(1e12 / values["seconds"] / 1e15)
+    meter.flops = 2e12  # of the step after, whose time is not averaged with those before
+    meter.push(4, steps[3])
+    [(step, values)] = meter.push(5, steps[2])
+    assert step == 4 and values["mfu"] == pytest.approx(2e12 / values["seconds"] / 1e15)
     [(step, values)] = meter.flush()
-    assert step == 3 and values["loss"] == 2 and "seconds" not in values and meter.flush() == []
+    assert step == 5 and values["loss"] == 2 and "seconds" not in values and meter.flush() == []
 
 
 def test_tensorboard_says_how_to_get_it(tmp_path, monkeypatch):

@@ -41,6 +41,16 @@ def test_pairs_share_their_prompt_and_learn_the_answer(tokenizer):
     np.testing.assert_array_equal(first["chosen"]["tokens"], second["rejected"]["tokens"])
 
 
+def test_margins_of_pairs_are_kept(tokenizer):
+    """`BradleyTerry` reads them; without them it is another loss."""
+    pair = {"chosen": ASK + YES, "rejected": ASK + NO}
+    rows = data.pad(data.pairs(documents(pair | {"margin": 0.5}, pair | {"margin": 2}), tokenizer, TEMPLATE), length=24)
+    batch = next(data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=2, num_shards=1))
+    np.testing.assert_array_equal(batch["margin"], np.float32([0.5, 2]))
+    with pytest.raises(ValueError, match="'margin' must be a finite number, got 'large'"):
+        data.pairs(documents(pair | {"margin": "large"}), tokenizer, TEMPLATE)[0]
+
+
 def test_a_loader_gives_nested_batches(tokenizer):
     source = documents(*[{"chosen": ASK + YES, "rejected": ASK + NO}] * 6)
     rows = data.pad(data.pairs(source, tokenizer, TEMPLATE), length=24)

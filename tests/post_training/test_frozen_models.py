@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxlib import adapters, nn, quantization, sharding, training
 from maxlib import post_training as pt
+from maxlib.training._gradients import bind_options
 from tests.nn.tiny import tiny_llama
 from tests.post_training.every_loss import VOCAB, built, check, halves
 from tests.training import tiny
@@ -94,6 +95,18 @@ def test_beside_a_frozen_model_adapters_are_trained_alone():
     both = pt.WithFrozen(adapted, put_on(built()))
     assert set(training.make_state(pt.WithFrozen(adapted, built()), training.adamw(0.1)).trainable) == want
     assert set(nn.partition(both, nn.tree.default_filter(both))[0]) == want
+
+
+def test_noise_and_dropout_are_of_the_trained_model_alone():
+    """A reference in the batch has neither, so one beside the model must not; and the trained one must have both."""
+    both, data, noise = beside(), jax.tree.map(jnp.asarray, halves()), {"dropout": {"mlp": 0.5}, "neftune_alpha": 5.0}
+    loss = bind_options(pt.DPO(0.5), dtype=jnp.float32, **noise)
+    scored = {half: pt.log_probs(both.frozen, rows, dtype=jnp.float32).log_prob for half, rows in data.items()}
+    stored = {half: rows | {"reference_log_probs": scored[half]} for half, rows in data.items()}
+    value = jax.jit(lambda *args: loss(*args)[0], compiler_options=tiny.QUICKLY)
+    want, other = (value(both.trained, stored, jax.random.key(seed)) for seed in (0, 1))
+    np.testing.assert_allclose(value(both, data, jax.random.key(0)), want, rtol=1e-5)
+    assert abs(want - other) > 1e-3 * abs(want)
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlib import adapters
+from maxlib import adapters, training
 from maxlib import post_training as pt
 from tests.nn.tiny import tiny_llama
 from tests.post_training.every_loss import ROWS, VOCAB, T, batch, built, halves
@@ -80,3 +80,32 @@ def test_one_advantage_for_several_completions_of_a_row_is_an_error():
     single = one | {"targets": jnp.where(one["segment_ids"] == 2, one["targets"], -1)}
     wide = single | {"advantages": jnp.broadcast_to(one["advantages"][:, None], one["tokens"].shape)}
     assert float(jax.jit(total)(single)) == float(jax.jit(total)(wide)) != 0
+
+
+def losses_of(cls=training.Loss):
+    """All losses of the library that say what they read."""
+    for loss in cls.__subclasses__():
+        if loss.__module__.startswith("maxlib."):
+            yield from [loss] if loss.reads is not None else []
+            yield from losses_of(loss)
+
+
+@pytest.mark.parametrize("cls", sorted(losses_of(), key=str), ids=lambda cls: cls.__name__)
+def test_weights_of_targets_are_read_or_refused(cls):
+    """A loss that leaves them out weighs all targets alike, in silence."""
+    rows = {"tokens": np.zeros((1, 2)), "targets": np.zeros((1, 2)), "loss_weights": np.ones((1, 2))}
+    assert ("loss_weights" in cls.reads) == (cls in (training.NextToken, training.MTP, training.DFT))
+    if "loss_weights" not in cls.reads:
+        for data in (rows, {"chosen": rows, "rejected": rows}):
+            with pytest.raises(ValueError, match=f"{cls.__name__} does not read batch.'loss_weights'"):
+                object.__new__(cls).check_names(data)
+
+
+def test_options_of_terms_that_all_share_are_refused():
+    with pytest.raises(ValueError, match=r"all terms share \['weighted'\]"):
+        pt.MixedPreference(((0.5, pt.DPO(weighted=True)), (0.5, pt.DPO(loss_type="ipo"))))
+
+
+def test_an_option_of_another_divergence_is_refused():
+    with pytest.raises(ValueError, match="alpha is for divergence='alpha_divergence', got it for 'js_divergence'"):
+        pt.DPO(divergence="js_divergence", alpha=0.3)

@@ -1,6 +1,7 @@
 """Advantages against formulas, and gradients of policy losses by enumeration."""
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 
@@ -110,8 +111,12 @@ def test_a_sampler_that_draws_otherwise_is_refused():
     WARM.check_sampler(inference.Sampler(temperature=0.7))
     with pytest.raises(ValueError, match="temperature 0.7, the sampler draws them at 1.0"):
         WARM.check_sampler(inference.Sampler())
-    with pytest.raises(ValueError, match="filters by {'top_k': 5}"):
-        pt.GRPO().check_sampler(inference.Sampler(top_k=5))
+    changes = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    changes |= {"presence_penalty": 0.5, "frequency_penalty": 0.5}
+    assert changes.keys() | {"temperature"} == {field.name for field in dataclasses.fields(inference.Sampler)}
+    for name, value in changes.items():
+        with pytest.raises(ValueError, match=f"changes it by {{'{name}': {value}}}"):
+            pt.GRPO().check_sampler(inference.Sampler(**{name: value}))
 
 
 def rollouts(sampler):
@@ -141,7 +146,7 @@ def test_what_is_no_sampler_for_training_is_refused_in_a_batch():
     scored = lambda sampler: jax.eval_shape(
         lambda model, batch: WARM(model, batch, None), tiny_llama(num_layers=1, vocab=16), rollouts(sampler)
     )
-    with pytest.raises(ValueError, match="filters by {'top_p': 0.9}"):
+    with pytest.raises(ValueError, match="changes it by {'top_p': 0.9}"):
         scored(inference.Sampler(temperature=0.7, top_p=0.9))
     with pytest.raises(TypeError, match="is the inference.Sampler that drew"):  # the name of log-probabilities before
         scored(np.zeros((8, 6), np.float32))

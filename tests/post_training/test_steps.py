@@ -113,3 +113,11 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
     np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(gradient, slope, atol=1e-5)
     assert int(ours(jnp.asarray(weight, jnp.float32))[1].num_targets) == (ids >= 0).sum()
+    of_targets = rng.random((2, 5)).astype(np.float32)  # a weighted mean, as that of NextToken
+    batch = {"targets": jnp.asarray(ids), "loss_weights": jnp.asarray(of_targets)}
+    loss, stats = training.DFT().from_hidden(
+        Head(jnp.asarray(weight, jnp.float32)), jnp.asarray(hidden, jnp.float32), batch
+    )
+    np.testing.assert_allclose(loss, -np.sum(of_targets * probability * own(weight)), rtol=1e-5)
+    np.testing.assert_allclose(stats.num_targets, of_targets[ids >= 0].sum(), rtol=1e-6)
+    assert float(stats.sums["nll"].count) == (ids >= 0).sum()

@@ -40,7 +40,7 @@ def formula(model, batch):
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     rows, columns = np.nonzero(np.asarray(batch["targets"]) >= 0)
     learned = np.asarray(batch["targets"])[rows, columns]
-    return -np.sum(log_probs[rows, columns, learned] * np.asarray(batch["weights"])[rows, columns])
+    return -np.sum(log_probs[rows, columns, learned] * np.asarray(batch["noise_weights"])[rows, columns])
 
 
 def test_the_loss_is_its_formula(model):
@@ -63,7 +63,7 @@ def test_noise():
     whole = nn.with_mask(filled_llama(num_layers=1), ops.Full())
     for model, group in ((whole, 128), (nn.with_mask(whole, ops.BlockCausal(16)), 16)):
         noisy = jax.jit(training.MaskedDiffusion(MASK, levels=(0.25, 0.75)).corrupt)(model, batch, jax.random.key(0))
-        weights = np.asarray(noisy["weights"]).reshape(64, -1, group)
+        weights = np.asarray(noisy["noise_weights"]).reshape(64, -1, group)
         levels = 1 / weights[:, :, -1:]
         np.testing.assert_allclose(weights[:, :, 1:] * levels, 1, rtol=1e-5)
         assert abs(levels.mean() - 0.5) < 0.02 and levels.min() > 0.25 and levels.max() < 0.75
@@ -77,7 +77,7 @@ def test_shifted_targets_are_predicted_one_before(model):
     model, key = nn.with_mask(model, ops.Full()), jax.random.key(3)
     batch = LOSS.corrupt(model, packed(), key)
     shifted = training.MaskedDiffusion(MASK, shifted=True).corrupt(model, packed(), key)
-    for name in ("targets", "weights"):
+    for name in ("targets", "noise_weights"):
         np.testing.assert_array_equal(shifted[name][:, :-1], batch[name][:, 1:])
     np.testing.assert_array_equal(shifted["tokens"], batch["tokens"])
 
@@ -94,7 +94,7 @@ def test_a_noisy_block_sees_the_text_before_it_and_itself(model):
     pairs = LOSS.corrupt(paired, batch, jax.random.key(5))
     text, noisy = pairs["tokens"]
     np.testing.assert_array_equal(text, batch["tokens"][0])
-    assert (pairs["targets"][0] == -1).all() and not pairs["weights"][0].any() and (noisy == MASK).sum() > 4
+    assert (pairs["targets"][0] == -1).all() and not pairs["noise_weights"][0].any() and (noisy == MASK).sum() > 4
     got = hidden_states(paired, ops.BlockCausal(BLOCK, pairs=True), tokens=pairs["tokens"])
     want = hidden_states(model, ops.BlockCausal(BLOCK), tokens=text[None])
     np.testing.assert_allclose(got[0], want[0], atol=1e-5)

@@ -116,3 +116,9 @@ def test_several_sets_at_their_steps_and_a_target_that_ends_the_run(rows, tmp_pa
     page = observability.report(tmp_path).read_text()
     assert "mix/macro_bits_per_byte" in page and "own/loss" in page
     assert ours.fit(41)["eval/own/loss"] == last["eval/own/loss"] and ours.step == 6  # also when it is called again
+
+
+def test_a_run_does_not_wait_for_a_metric_that_there_is_not():
+    evaluation = training.Evaluation([tiny.batch()], stop_at=("eval/nll", 3.0))
+    with pytest.raises(ValueError, match="names the metric 'eval/nll', so training would never stop; .* has loss, nll"):
+        evaluation.check_stop_at({"nll": 1.0, "loss": 1.0})

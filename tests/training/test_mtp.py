@@ -12,6 +12,7 @@ from flax import nnx
 from maxlib import nn, ops
 from maxlib.models import deepseek
 from maxlib.training import MTP, NextToken
+from maxlib.training._gradients import parameters_outside
 from maxlib.training._step import means
 from tests.nn.tiny import filled
 from tests.training import tiny
@@ -194,3 +195,11 @@ def test_gradients_reach_the_modules_and_the_trunk(batch, remat):
     gradients = jax.jit(jax.grad(value), compiler_options=tiny.QUICKLY)(params)
     for path in ("mtp.0.project.w", "mtp.0.block.moe.up.w", "layers.groups.0.0.attn.o.w", "embed.w", "head.w"):
         assert np.abs(gradients[path]).max() > 1e-4, path
+
+
+def test_modules_that_a_loss_leaves_out_are_found(model, batch):
+    """Their gradients are zeros, so that AdamW would shrink them in silence: a Trainer says so."""
+    parts = *nn.partition(model), batch, jax.random.key(0)
+    outside = parameters_outside(NextToken(), *parts)
+    assert outside and outside == [path for path in sorted(parts[0]) if path.startswith("mtp.")]
+    assert parameters_outside(MTP(), *parts) == []

@@ -58,13 +58,14 @@ def test_the_step_reports_what_it_skips_and_the_state_stays_good():
 
     optimizer = training.skip_spikes(training.adamw(1e-2, mask=None))
     state = training.make_state(tiny.model(), optimizer)
-    step = jax.jit(training.make_train_step(loss, optimizer))
+    step = jax.jit(training.make_train_step(loss, optimizer, log_schedule=lambda step: 10.0 + step))
     batch = tiny.batch() | {"scale": jnp.array([np.nan])}
     after, metrics = step(state, batch)
     assert metrics["skipped"] == 1
     assert metrics["finite"]
     jax.tree.map(np.testing.assert_array_equal, after.trainable, state.trainable)
-    assert step(after, batch | {"scale": jnp.array([1.0])})[1]["skipped"] == 0
+    metrics = step(after, batch | {"scale": jnp.array([1.0])})[1]
+    assert metrics["skipped"] == 0 and metrics["learning_rate"] == 10  # a skipped step moves no schedule
 
 
 def test_the_average_follows_the_parameters():

@@ -89,6 +89,12 @@ class Slow(Counting):
         return super().__next__()
 
 
+def test_fewer_batches_than_were_read_cannot_be_resumed():
+    loader = as_loader([tiny.batch()] * 3, "loader")
+    with pytest.raises(ValueError, match="has read 5 batches, but this list ends after 3"):
+        loader.set_state({"batches": 5})
+
+
 def test_a_thread_reads_while_the_loop_computes():
     """The second read begins before the first batch's step would end, after `before_read` in the loop's thread."""
     loader, called = Slow(3), []

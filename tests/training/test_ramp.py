@@ -1,5 +1,10 @@
 """Batches that grow, schedules by tokens, and shapes of the decay."""
 
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -30,11 +35,36 @@ def test_it_resumes():
     assert next(ramp)["tokens"].shape[0] == 8
 
 
+def test_states_of_hosts_are_joined():
+    """Hosts read other shards, whose states a checkpoint joins by name: none may be under a name that all have."""
+    hosts = [training.Ramp(tiny.Loader(), batches={0: 1, 2: 3}) for _ in range(2)]
+    for ramp, shard in zip(hosts, "01", strict=True):
+        loader = ramp.loader
+        loader.get_state = lambda loader=loader, shard=shard: {shard: {"next": loader.next}}
+        loader.set_state = lambda state, loader=loader, shard=shard: setattr(loader, "next", state[shard]["next"])
+        next(ramp)
+    joined = {name: value for ramp in hosts for name, value in ramp.get_state().items()}
+    for ramp in hosts:
+        want = next(ramp)
+        ramp.reset()
+        ramp.set_state(joined)
+        np.testing.assert_array_equal(next(ramp)["tokens"], want["tokens"])
+
+
 def test_a_run_with_a_ramp(monkeypatch):
     tiny.share_steps(monkeypatch)
     ramp = training.Ramp(tiny.Loader(), batches={0: 1, 2: 2})
+<<<<<<< HEAD
     trainer = training.Trainer(tiny.model, optax.sgd(0.1), ramp, loss=tiny.loss)
     assert trainer.fit(3)["num_targets"] == 2 * 8 * 12
+=======
+    trainer = training.Trainer(tiny.model, training.adamw(1e-2, mask=None), ramp, loss=tiny.loss)
+    rows = {}
+    trainer.writers.append(types.SimpleNamespace(resume=id, write=rows.__setitem__, close=int))
+    assert trainer.fit(4)["num_targets"] == 2 * 8 * 12
+    before, after = (rows[step]["model_tflops_per_second"] * rows[step]["seconds"] for step in (2, 3))
+    assert after == pytest.approx(2 * before)
+>>>>>>> main
 
 
 @pytest.mark.parametrize("batches", [{1: 1}, {0: 0}])
@@ -51,6 +81,25 @@ def test_schedules_by_tokens_follow_the_ramp():
     schedule = training.by_tokens(lambda n: n / 2, tokens)
     assert float(schedule(25)) == (1000 + 2000 + 2000) / 2
     assert float(training.by_tokens(lambda n: n, 1000)(7)) == 7000
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "stable"])
+def test_schedules_of_more_tokens_than_an_integer_counts(kind):
+    """10¹¹ tokens, as in the example of `by_tokens`; the warm-up is longer than 2³¹ too."""
+    total, warmup, decay, each = 10**11, 5 * 10**9, 2 * 10**10, 4_000_000
+    make = {
+        "cosine": functools.partial(training.warmup_cosine, end_fraction=0.1),
+        "linear": training.warmup_linear,
+        "stable": functools.partial(training.warmup_stable_decay, decay=decay),
+    }[kind]
+    schedule = jax.jit(training.by_tokens(make(2.0, total, warmup=warmup), each))
+    begin = total - decay if kind == "stable" else warmup
+    for step in (0, 625, 1249, 1250, 10_000, 21_000, 24_999, 25_000, 30_000):
+        tokens = step * each
+        done = np.clip((tokens - begin) / (total - begin), 0, 1)
+        want = 0.1 + 0.9 * (1 + np.cos(np.pi * done)) / 2 if kind == "cosine" else 1 - done
+        want = (tokens + 1) / (warmup + 1) if tokens < warmup else want
+        np.testing.assert_allclose(schedule(jnp.int32(step)), 2 * want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("shape", "half"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - 0.5**0.5)])

@@ -10,6 +10,7 @@ import pytest
 
 from maxlib import checkpoint, nn, ops, training, weights
 from maxlib.observability import GoodputRecorder
+from maxlib.post_training import WithFrozen
 from maxlib.training import _saving
 from tests.training import tiny
 
@@ -114,14 +115,16 @@ def test_an_export_of_averages(tmp_path):
     state = training.make_state(tiny.llama(rope=ops.Rope(12, max_length=64)), optimizer)
     moved = {path: jnp.asarray(np.asarray(x) + 1) for path, x in state.trainable.items()}  # averages stay behind
     state = dataclasses.replace(state, trainable=moved)
-    for name in ("own", "averaged"):
+    beside = training.make_state(WithFrozen(state.model, tiny.model()), optax.sgd(0.1))
+    for name in ("own", "averaged", "beside"):
         export = training.HuggingFaceExport(tmp_path / name, every=1, ema=name == "averaged")
-        export.save(1, state)
+        export.save(1, beside if name == "beside" else state)
         export.wait()
     read = lambda name: nn.partition(weights.from_pretrained(tmp_path / name / "1", dtype=jnp.float32))[0]
     want = nn.partition(training.ema_model(state))[0]
     jax.tree.map(np.testing.assert_array_equal, read("averaged"), want)
-    jax.tree.map(np.testing.assert_array_equal, read("own"), state.trainable)
+    for name in ("own", "beside"):  # of a reference beside the model nothing is written
+        jax.tree.map(np.testing.assert_array_equal, read(name), state.trainable)
     assert not np.array_equal(want["embed.w"], state.trainable["embed.w"])
 
 

@@ -308,6 +308,14 @@ def test_evaluation_weighs_every_target_alike():
         training.evaluate(step, state, [])
 
 
+def test_evaluation_draws_anew_for_every_batch_and_the_same_again():
+    """A loss with noise would else see a few noise levels, however many batches there are."""
+    loss = lambda model, batch, key: (jax.random.uniform(key), training.Stats(jnp.ones(()), {}))
+    step, state = jax.jit(training.make_eval_step(loss)), training.make_state(tiny.model(), optax.identity())
+    first, again, other = (float(step(state, tiny.batch(seed=seed)).sums["loss"]) for seed in (1, 1, 2))
+    assert first == again != other
+
+
 def test_evaluation_refuses_what_every_device_would_compute():
     with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)):
         state = training.make_state(tiny.model, optax.identity())

@@ -84,6 +84,13 @@ def test_a_diverged_step_is_not_exported(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.isdecimal()] == ["2"]
 
 
+def test_the_last_checkpoint_has_the_last_metrics(tmp_path):
+    """Also when the last step is one of those that are saved anyway, before the end."""
+    kept = checkpoint.Checkpointer(tmp_path, every=2, best=checkpoint.Best("eval/loss"))
+    last = trainer(checkpointer=kept, evaluation=training.Evaluation(tiny.Loader(1))).fit(2)
+    assert checkpoint.read_records(tmp_path).meta["metrics"]["eval/loss"] == last["eval/loss"]
+
+
 def test_the_best_checkpoint_stays(tmp_path):
     best = checkpoint.Best("eval/loss")
     ours = trainer(

@@ -3,7 +3,7 @@
 Shapes: B rows, T new tokens, S keys, J places of blocks, D width, N heads, K key heads, I index heads of width Hi.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from maxlib.nn.attention._block_indexer import BlockIndexer
 from maxlib.nn.attention._grouped_query import Attention, attend, check_no_ring
 from maxlib.nn.attention._index_loss import HIDDEN
 from maxlib.nn.attention._indexer import chosen_mask
-from maxlib.nn.cache import LayerCache, put_rows
+from maxlib.nn.cache import KVCache, LayerCache, put_rows
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.remat import mark_heads
 from maxlib.ops import MRope, Rope
@@ -27,8 +27,7 @@ class IndexedCache(LayerCache):
     """Cache of keys and values, of index keys, and of the positions by which keys of blocks are rotated.
 
     Attributes:
-        k: Keys, `B S K H`.
-        v: Values, `B S K H`.
+        kv: Keys and values.
         index: Index keys, `B S Hi`.
         positions: `B S R`, with R rows of positions.
     """
@@ -36,19 +35,14 @@ class IndexedCache(LayerCache):
     can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "full"
 
-    k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K H"]
+    kv: KVCache
     index: Float[Array, "B S Hi"]
     positions: Int[Array, "B S R"]
 
     @property
     def capacity(self) -> int:
         """Maximum number of tokens that a row can hold."""
-        return self.k.shape[-3]
-
-    def extend(self, new: "IndexedCache", ctx: Context) -> "IndexedCache":
-        """Stores the new tokens."""
-        return jax.tree.map(lambda old, rows: put_rows(old, rows, ctx), self, new)
+        return self.kv.capacity
 
 
 class BlockSparseAttention(Attention):
@@ -113,19 +107,21 @@ class BlockSparseAttention(Attention):
         q, k, v = map(mark_heads, self.project(x, ctx), ("q", "k", "v"))
         # No gradient passes through a choice.
         still = jax.lax.stop_gradient(x)
-        tokens = IndexedCache(k, v, self.indexer.k(still), self._positions(ctx))
-        if cache is not None:
-            tokens = cache = cache.extend(tokens, ctx)
+        index_keys, positions = self.indexer.k(still), self._positions(ctx)
         bias, bounds = None, ctx.key_intervals(self.mask)
-        if tokens.capacity > self.top_k:
-            check_no_ring(tokens.capacity)
-            index = self.indexer.of_blocks(still, tokens.index, tokens.positions, ctx, cached=cache is not None)
+        if cache is not None:
+            kv, k, v, *_ = cache.kv.extend(k, v, ctx, *bounds)
+            index_keys, positions = put_rows(cache.index, index_keys, ctx), put_rows(cache.positions, positions, ctx)
+            cache = IndexedCache(cast(KVCache, kv), index_keys, positions)
+        if (num_keys := k.shape[1]) > self.top_k:
+            check_no_ring(num_keys)
+            index = self.indexer.of_blocks(still, index_keys, positions, ctx, cached=cache is not None)
             # [B, T, S] -> [B, 1, T, S]: the same for all heads.
-            bias = jnp.where(chosen_mask(self.indexer.choose(index, bounds), tokens.capacity), 0.0, HIDDEN)[:, None]
+            bias = jnp.where(chosen_mask(self.indexer.choose(index, bounds), num_keys), 0.0, HIDDEN)[:, None]
         out = attend(
             q,
-            tokens.k.astype(q.dtype),
-            tokens.v.astype(q.dtype),
+            k.astype(q.dtype),
+            v.astype(q.dtype),
             *bounds,
             None if self.sinks is None else self.sinks[...],
             bias=bias,
@@ -146,11 +142,10 @@ class BlockSparseAttention(Attention):
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> IndexedCache:
         """Makes an empty cache for `batch` rows of up to `capacity` tokens."""
-        heads = (batch, capacity, self.num_kv_heads, self.head_dim)
+        kv = cast(KVCache, super().init_cache(batch, capacity, dtype))
         index = jnp.zeros((batch, capacity, self.indexer.dim), dtype)
         positions = jnp.zeros((batch, capacity, 3 if isinstance(self.rope, MRope) else 1), jnp.int32)
-        values = jnp.zeros((*heads[:3], self.v_dim), dtype)
-        return IndexedCache(jnp.zeros(heads, dtype), values, index, positions)
+        return IndexedCache(kv, index, positions)
 
     @property
     def kind(self) -> str:

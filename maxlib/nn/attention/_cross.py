@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Num
 from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._grouped_query import attend, attention_kind
-from maxlib.nn.cache import LayerCache
+from maxlib.nn.cache import LayerCache, heads_first
 from maxlib.nn.decoder._context import Context, context_of, first_of_segment
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.remat import mark_heads
@@ -28,8 +28,8 @@ class CrossCache(LayerCache):
     """Keys and values of the other sequence, computed once. It is empty, `S = 0`, before the first call.
 
     Args:
-        k: Keys, `B S K H`.
-        v: Values, `B S K H`.
+        k: Keys, `B K S H`.
+        v: Values, `B K S H`.
         start: Index of each row's first vector that is not padding.
         stop: One past its last.
     """
@@ -37,8 +37,8 @@ class CrossCache(LayerCache):
     can_rewind: ClassVar[bool] = True  # decoding does not change it
     kind: ClassVar[str | None] = "cross"
 
-    k: Num[Array, "B S K H"]
-    v: Num[Array, "B S K H"]
+    k: Num[Array, "B K S H"]
+    v: Num[Array, "B K S H"]
     start: Int[Array, " B"]
     stop: Int[Array, " B"]
 
@@ -150,14 +150,14 @@ class CrossAttention(SequenceMixer):
         Raises:
             ValueError: when there is no cache, or it is empty.
         """
-        if cache is None or not cache.k.shape[1]:
+        if cache is None or not cache.k.shape[2]:
             raise ValueError(
                 "cross-attention needs the output of an encoder, but this call has none: call the model with its "
                 "encoder's input (source=, or audio= for sound), a layer with nn.make_context(..., encoded=nn.Encoded(x)), "
                 "or decode with a cache whose first call had it"
             )
         start, stop = (jnp.broadcast_to(bound[:, None], (len(bound), length)) for bound in (cache.start, cache.stop))
-        return cache.k, cache.v, start, stop, None
+        return heads_first(cache.k), heads_first(cache.v), start, stop, None
 
     def _keys_and_values(self, ctx: Context) -> tuple[Array, Array, Array, Array, MaskHint]:
         """Returns keys, values, the interval of each token, and the description of these intervals."""
@@ -182,7 +182,7 @@ class CrossAttention(SequenceMixer):
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> CrossCache:
         """Makes an empty cache, which the first call fills; `capacity`, of the decoder's tokens, does not matter."""
-        empty = jnp.zeros((batch, 0, self.num_kv_heads, self.head_dim), dtype)
+        empty = jnp.zeros((batch, self.num_kv_heads, 0, self.head_dim), dtype)
         return CrossCache(empty, empty, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def traffic(self, split: SplitSequence) -> Traffic:
@@ -203,4 +203,5 @@ def _filled(cache: CrossCache, k: Array, v: Array, ctx: Context) -> CrossCache:
     is_real = jnp.ones(k.shape[:2], bool) if ids is None else ids > 0
     start = jnp.argmax(is_real, axis=1).astype(jnp.int32)
     stop = jnp.where(is_real.any(axis=1), size - jnp.argmax(is_real[:, ::-1], axis=1), 0).astype(jnp.int32)
-    return CrossCache(k.astype(cache.k.dtype), v.astype(cache.v.dtype), start, stop)
+    k, v = heads_first(k.astype(cache.k.dtype)), heads_first(v.astype(cache.v.dtype))
+    return CrossCache(k, v, start, stop)

@@ -85,6 +85,7 @@ class _Device(NamedTuple):
 # CPUs: measured. 2^19 float32 logits are 2 MiB, which fit in cache; smaller tiles do not keep the cores busy.
 # GPUs and TPUs: not measured. An iteration must take much longer than a kernel launch; the logits of a tile go through
 # memory, and 2^25 of them take 128 MiB.
+_FEW_ROWS = 8  # with one matrix product, one query of three heads takes 1.4 times as long
 _DEVICES = {"cpu": _Device(256, 128, 2**19), "gpu": _Device(512, 512, 2**25), "tpu": _Device(512, 512, 2**25)}
 
 
@@ -120,10 +121,10 @@ class ChunkedTiles(TileSizes):
 def chunked_tiles(T: int, N: int, S: int, platform: str = "cpu") -> ChunkedTiles:
     """Chooses blocks from the shapes, T queries of N heads and S keys, and the kind of device."""
     device = _DEVICES.get(platform, _DEVICES["cpu"])
+    if T <= 32:  # longer blocks of keys, and all rows: each block and each group of rows is copied
+        return ChunkedTiles(T, _even(S, 512, 16), max(device.logits, 2**22))
     block = device.long if T >= 2048 and device.logits >= N * device.long**2 else device.short
-    # With few queries, use longer blocks of keys.
-    keys = _even(S, block if T > 32 else max(block, 256), 16)
-    return ChunkedTiles(_even(T, block, 1), keys, device.logits)
+    return ChunkedTiles(_even(T, block, 1), _even(S, block, 16), device.logits)
 
 
 def _even(length: int, block: int, multiple: int) -> int:
@@ -207,7 +208,7 @@ def _forward_block(spec: Spec, row: Rows, keys, values):
 
 def _forward_sums(spec: Spec, row: Rows, keys, values) -> tuple[Array, Array, Array]:
     """Returns each row's largest logit, and relative to it the sums of exponentials and of the values times these."""
-    compute, width = _compute_dtype(row.q), values.shape[-1]
+    compute, width = _compute_dtype(row.q), values.x.shape[-1]
     # The smallest finite number instead of -inf: rows without a visible key so far would give -inf - -inf = NaN.
     floor = jnp.finfo(compute).min
     if keys.block == keys.length:
@@ -301,7 +302,7 @@ def _visited(row: Rows, keys) -> tuple[Array, Array]:
 
 def _logits(spec: Spec, row: Rows, keys, j) -> tuple[Array, Array | float]:
     """Returns the tile's logits, `-inf` where masked, and their derivative with respect to the dot products."""
-    logits, slope = _dot("BKRH,BKcH->BKRc", row.q, keys[j]) * spec.scale, spec.scale
+    logits, slope = _products(row.q, keys[j]) * spec.scale, spec.scale
     if spec.softcap is not None:
         bent = jnp.tanh(logits / spec.softcap)
         logits, slope = spec.softcap * bent, spec.scale * (1.0 - bent * bent)  # tanh' = 1 - tanh^2
@@ -311,6 +312,14 @@ def _logits(spec: Spec, row: Rows, keys, j) -> tuple[Array, Array | float]:
     # The last block is shifted back to end with the array; mask the keys that it shares with the previous block.
     visible = (index >= jnp.maximum(row.start, j * keys.block)[..., None]) & (index < row.end[..., None])
     return jnp.where(visible, logits, -jnp.inf), slope
+
+
+def _products(q, keys):
+    """Multiplies `B K R H` by `B K c H` to `B K R c`."""
+    if q.shape[2] > _FEW_ROWS or q.dtype != jnp.float32 or current_device()[0] != "cpu":
+        return _dot("BKRH,BKcH->BKRc", q, keys)
+    # Row by row: for a vector XLA reads the keys as they are, for a matrix it rearranges them first (bfloat16: both).
+    return jnp.stack([_dot("BKcH,BKH->BKc", keys, q[:, :, row]) for row in range(q.shape[2])], axis=2)
 
 
 def _dot(spec: str, x, y):
@@ -332,32 +341,29 @@ def _cut(spec: Spec, q, k, v, bias, k_start, k_end):
     ends = (jnp.broadcast_to(e[:, :, None, None], (*e.shape, groups, 1)) for e in (k_start, k_end))
     start, end = (_fold(e, 1, spec.block_q)[..., 0] for e in ends)
     rows = Rows(_fold(q, K, spec.block_q), start, end, bias)
-    keys, values = (_KeyBlocks(x, spec.block_k, turn=len(rows.q) > 1, dtype=q.dtype) for x in (k, v))
+    keys, values = (_KeyBlocks(x, spec.block_k, q.dtype) for x in (k, v))
     return rows, keys, values
 
 
 class _KeyBlocks:
     """Keys or values, `B S K H`, read as blocks `B K c H` in the queries' dtype.
 
-    With `turn`, the whole array is transposed to heads-first once. With a single query block (decoding), each block is
-    transposed when it is read, so a long cache is neither copied nor read beyond its visible part.
+    The whole array is transposed to heads-first once. Caches are stored so, and XLA drops their transposition: a long
+    one is neither copied nor read beyond its visible part.
     """
 
-    def __init__(self, x, block: int, turn: bool, dtype):
-        self.x, self.axis = (_turn(x), 2) if turn else (x, 1)
-        self.block, self.dtype, self.length = block, dtype, x.shape[1]
-        self.shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+    def __init__(self, x, block: int, dtype):
+        self.x, self.block, self.dtype, self.length = _turn(x), block, dtype, x.shape[1]
 
     def first(self, j):
         """Returns the first key of block `j`. The last block ends with the array, so keys are never padded."""
         return jnp.minimum(j * self.block, self.length - self.block)
 
     def __getitem__(self, j):
-        x = lax.dynamic_slice_in_dim(self.x, self.first(j), self.block, self.axis).astype(self.dtype)
-        return x if self.axis == 2 else _turn(x)
+        return lax.dynamic_slice_in_dim(self.x, self.first(j), self.block, axis=2).astype(self.dtype)
 
     def zeros(self, like):
-        return _zeros(self.shape, _compute_dtype(like), like)
+        return _zeros(self.x.shape, _compute_dtype(like), like)
 
     def add(self, total, j, update):
         return _add_slice(total, update, self.first(j), axis=2)

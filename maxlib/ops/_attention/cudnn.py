@@ -6,6 +6,7 @@ import functools
 import inspect
 from typing import Any, NamedTuple
 
+import einops
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -55,11 +56,17 @@ def _one_query(
     q: Float[Array, "B 1 N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], length: Int[Array, " B"], scale
 ) -> Float[Array, "B 1 N H"]:
     """Attends to the first `length` keys of each row; a row without keys gets zeros."""
+    K = k.shape[2]
+    # Each key head is a row of the batch, as caches are stored heads first: XLA drops their transposition.
+    k, v = (einops.rearrange(x, "B S K H -> (B K) S 1 H") for x in (k, v))
+    of_head = jnp.repeat(length, K)
     options: dict[str, Any] = {
-        "query_seq_lengths": jnp.ones_like(length),
-        "key_value_seq_lengths": jnp.maximum(length, 1),
+        "query_seq_lengths": jnp.ones_like(of_head),
+        "key_value_seq_lengths": jnp.maximum(of_head, 1),
     }
+    q = einops.rearrange(q, "B 1 (K G) H -> (B K) 1 G H", K=K)
     out = jax.nn.dot_product_attention(q, k, v, scale=scale, **options, implementation="cudnn")
+    out = einops.rearrange(out, "(B K) 1 G H -> B 1 (K G) H", K=K)
     return jnp.where(length[:, None, None, None] > 0, out, 0)
 
 

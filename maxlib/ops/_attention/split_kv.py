@@ -65,10 +65,12 @@ def _divisor(wave: int, part: int) -> int:
 def _attend(spec: Spec, q, k, v, k_start, k_end):
     groups, compute = q.shape[2] // k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
     rows = einops.rearrange(q, "B T (K G) H -> B K G T H", G=groups)
-    start, end = jnp.maximum(k_start, 0), jnp.minimum(k_end, k.shape[1])
+    # Heads first, as caches are stored: XLA drops their transposition, and a wave is read without a copy.
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+    start, end = jnp.maximum(k_start, 0), jnp.minimum(k_end, k.shape[2])
     seen = start < end
     # Waves [first, last) contain every key that any query of the batch attends to.
-    first = jnp.min(jnp.where(seen, start, k.shape[1])) // spec.wave
+    first = jnp.min(jnp.where(seen, start, k.shape[2])) // spec.wave
     last = -(-jnp.max(jnp.where(seen, end, 0)) // spec.wave)
 
     def step(i, before):
@@ -86,12 +88,12 @@ def _attend(spec: Spec, q, k, v, k_start, k_end):
 def _wave(spec: Spec, rows, k, v, start, end, i):
     """Computes the output and log-sum-exp of each part of wave `i`, with the leading axis P."""
     # The last wave is shifted back to end with the keys; keys that it shares with the previous wave are masked below.
-    first = jnp.minimum(i * spec.wave, k.shape[1] - spec.wave)
-    k, v = (lax.dynamic_slice_in_dim(x, first, spec.wave, axis=1).astype(rows.dtype) for x in (k, v))
-    keys, values = (einops.rearrange(x, "B (P c) K H -> P B K c H", c=spec.part) for x in (k, v))
+    first = jnp.minimum(i * spec.wave, k.shape[2] - spec.wave)
+    k, v = (lax.dynamic_slice_in_dim(x, first, spec.wave, axis=2).astype(rows.dtype) for x in (k, v))
+    keys, values = (einops.rearrange(x, "B K (P c) H -> B K P c H", c=spec.part) for x in (k, v))
     exact = jnp.promote_types(rows.dtype, jnp.float32)
-    # Parts are a batch axis of the matmul: [B, K, G, T, H] x [P, B, K, c, H] -> [P, B, K, G, T, c].
-    logits = spec.scale * jnp.einsum("BKGTH,PBKcH->PBKGTc", rows, keys, preferred_element_type=exact)
+    # Parts are a batch axis of the matmul: [B, K, G, T, H] x [B, K, P, c, H] -> [P, B, K, G, T, c].
+    logits = spec.scale * jnp.einsum("BKGTH,BKPcH->PBKGTc", rows, keys, preferred_element_type=exact)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
     index = (first + jnp.arange(spec.wave, dtype=jnp.int32)).reshape(-1, 1, 1, spec.part)  # P 1 1 c
@@ -101,7 +103,7 @@ def _wave(spec: Spec, rows, k, v, start, end, i):
     probs = jnp.exp(logits - peak[..., None])
     total = jnp.sum(probs, axis=-1)
     safe = jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("PBKGTc,PBKcH->PBKGTH", probs.astype(rows.dtype), values, preferred_element_type=exact)
+    out = jnp.einsum("PBKGTc,BKPcH->PBKGTH", probs.astype(rows.dtype), values, preferred_element_type=exact)
     return out / safe[..., None], jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
 
 

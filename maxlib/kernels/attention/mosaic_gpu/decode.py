@@ -29,18 +29,19 @@ def decode(
     """Computes the output and the log-sum-exp of every row, without sinks, with the forward kernel."""
     (B, T, N, _), (S, K) = q.shape, v.shape[1:3]
     P = config.decode_parts(B * K, S)
-    # The G = N / K heads of a key head are rows of one tile: [B, T, N, Hk] -> [B, R, K, Hk] with R = T * G.
-    rows = einops.rearrange(q, "B T (K G) H -> B (T G) K H", K=K)
+    # Each key head is a row of the kernel's batch, as caches are stored heads first: XLA drops their transposition.
+    k, v = (einops.rearrange(x, "B S K H -> (B K) S 1 H") for x in (k, v))
+    # The G = N / K heads of a key head are rows of one tile: [B, T, N, Hk] -> [B K, R, 1, Hk] with R = T * G.
+    rows = einops.rearrange(q, "B T (K G) H -> (B K) (T G) 1 H", K=K)
     R = rows.shape[1]
     rows = jnp.pad(rows, ((0, 0), (0, -R % 8), (0, 0), (0, 0)))
-    start, end = (
-        jnp.pad(jnp.repeat(ends, N // K, axis=1), ((0, 0), (0, -R % tiles.rows)), mode="edge") for ends in (start, end)
-    )
-    no_sinks = jnp.full(K, -jnp.inf)
+    bounds = (einops.repeat(ends, "B T -> (B K) (T G)", K=K, G=N // K) for ends in (start, end))
+    start, end = (jnp.pad(ends, ((0, 0), (0, -R % tiles.rows)), mode="edge") for ends in bounds)
+    no_sinks = jnp.full(1, -jnp.inf)
     out, lse = forward(rows, k, v, start, end, no_sinks, logits=logits, tiles=tiles, parts=P, name="decode")
     out, lse = out[:, :R].astype(jnp.float32), jnp.swapaxes(lse, 1, 2)[:, :R] / LOG2_E
-    out, lse = merge_parts(_parts_first(out, P), _parts_first(lse, P))  # [P, B, R, K, Hv] -> [B, R, K, Hv]
-    out, lse = (einops.rearrange(x, "B (T G) K H -> B T (K G) H", T=T) for x in (out, lse[..., None]))
+    out, lse = merge_parts(_parts_first(out, P), _parts_first(lse, P))  # [P, B K, R, 1, Hv] -> [B K, R, 1, Hv]
+    out, lse = (einops.rearrange(x, "(B K) (T G) 1 H -> B T (K G) H", T=T, K=K) for x in (out, lse[..., None]))
     return out.astype(q.dtype), lse[..., 0]
 
 
