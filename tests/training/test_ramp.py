@@ -54,17 +54,12 @@ def test_states_of_hosts_are_joined():
 def test_a_run_with_a_ramp(monkeypatch):
     tiny.share_steps(monkeypatch)
     ramp = training.Ramp(tiny.Loader(), batches={0: 1, 2: 2})
-<<<<<<< HEAD
     trainer = training.Trainer(tiny.model, optax.sgd(0.1), ramp, loss=tiny.loss)
-    assert trainer.fit(3)["num_targets"] == 2 * 8 * 12
-=======
-    trainer = training.Trainer(tiny.model, training.adamw(1e-2, mask=None), ramp, loss=tiny.loss)
     rows = {}
     trainer.writers.append(types.SimpleNamespace(resume=id, write=rows.__setitem__, close=int))
     assert trainer.fit(4)["num_targets"] == 2 * 8 * 12
     before, after = (rows[step]["model_tflops_per_second"] * rows[step]["seconds"] for step in (2, 3))
     assert after == pytest.approx(2 * before)
->>>>>>> main
 
 
 @pytest.mark.parametrize("batches", [{1: 1}, {0: 0}])
