@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from maxlib.data._formats import parquet as parquet
     from maxlib.data._formats import records as records
     from maxlib.data._images import Gemma4ImageProcessor as Gemma4ImageProcessor
+    from maxlib.data._images import GLM4VImageProcessor as GLM4VImageProcessor
     from maxlib.data._images import ImageProcessor as ImageProcessor
     from maxlib.data._images import PixtralImageProcessor as PixtralImageProcessor
     from maxlib.data._loader import Loader as Loader

@@ -60,14 +60,14 @@ class ImageProcessor:
         """Reads the image processor of a Hugging Face directory from its processor files and `config.json`.
 
         Returns:
-            The model's image processor: an `ImageProcessor`, or a subclass for Pixtral or Gemma 4.
+            The model's image processor: an `ImageProcessor`, or a subclass for Pixtral, Gemma 4 or GLM-4V.
 
         Raises:
             FileNotFoundError: when it has no such file, as for a text model.
             ValueError: when its images are prepared in an unsupported way.
         """
         path, fields = read_processor(Path(directory), "image_processor", "images")
-        known = (ImageProcessor, PixtralImageProcessor, Gemma4ImageProcessor)
+        known = (ImageProcessor, PixtralImageProcessor, Gemma4ImageProcessor, GLM4VImageProcessor)
         processor = processor_class(path, fields, "image_processor_type", known)
         _check_fields(path, fields, normalizes=processor.normalizes)
         config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
@@ -307,6 +307,28 @@ class Gemma4ImageProcessor(ImageProcessor):
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that an image is resized to."""
         return largest_size(height, width, side=self.patch_size * self.merge, count=self.max_squares)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GLM4VImageProcessor(ImageProcessor):
+    """Cuts images as Hugging Face's processor of GLM-4.1V and GLM-4.5V does.
+
+    It differs from Qwen's in two ways: files count the pixels of all `frames`, and an image narrower than a square is
+    enlarged to one before its aspect ratio is checked.
+    """
+
+    prepares: ClassVar[tuple[str, ...]] = ("Glm4vImageProcessor",)
+
+    @classmethod
+    def _read(cls, path: Path, fields: Mapping[str, Any], config: Mapping[str, Any]) -> "ImageProcessor":
+        of_all = super()._read(path, fields, config)
+        smallest, largest = -(-of_all.min_pixels // of_all.frames), of_all.max_pixels // of_all.frames
+        return dataclasses.replace(of_all, min_pixels=smallest, max_pixels=largest)
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the height and width that an image is resized to."""
+        by = max(1.0, self.patch_size * self.merge / min(height, width))
+        return super().size(int(height * by), int(width * by))
 
 
 def largest_size(height: int, width: int, *, side: int, count: int) -> tuple[int, int]:

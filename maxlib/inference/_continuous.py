@@ -459,7 +459,7 @@ class LocalEngine:
         if stop and self.tokenizer is None:
             raise ValueError("stop needs the text of tokens: make the engine with tokenizer=")
         ends = check_stop(stop_token_ids, self.generator.vocab)
-        texts = StopTexts(self.tokenizer.decode, stop) if stop else None
+        texts = StopTexts(self.tokenizer, stop) if stop else None
         return Options(sampler, ends, texts, tuple(processors), integer("alternatives", alternatives, least=0))
 
     def _request(

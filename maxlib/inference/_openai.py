@@ -23,7 +23,7 @@ from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._openai_fields import BadRequest, ChatFields, CompletionFields, Fields
 from maxlib.inference._processors import Grammar, LogitBias
 from maxlib.inference._requests import LogitsProcessor, Request
-from maxlib.inference._text import TextWriter, overlap
+from maxlib.inference._text import TextWriter, overlap, text_lengths, token_bytes, token_text
 from maxlib.inference._tool_calls import CALL_MARKERS, ToolCall, ToolFormat, parse_tool_calls
 from maxlib.tokenization import ChatTemplate
 
@@ -36,11 +36,14 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 class _Choice:
     """One completion of a request: its text, tool calls and log-probabilities for the client."""
 
-    def __init__(self, request: Request, writer: TextWriter, tool_format: ToolFormat | None, tools: Any):
-        self.request, self._writer, self._tools = request, writer, tools
+    def __init__(
+        self, request: Request, writer: TextWriter, tool_format: ToolFormat | None, tools: Any, most_calls: int | None
+    ):
+        self.request, self._writer, self._tools, self._most_calls = request, writer, tools, most_calls
         self._format: ToolFormat | None = tool_format
         self.tool_calls: list[ToolCall] = []
         self.reasoning, self._text, self._num_written = "", "", 0
+        self.text_offset = 0  # characters of the tokens in the events of a stream so far
 
     async def pieces(self) -> AsyncIterator[tuple[str, int]]:
         """Yields pieces of text that are certain, each with the number of tokens until then."""
@@ -82,7 +85,7 @@ class _Choice:
             answer = parse_tool_calls(self._text, self._format, tools=self._tools)
         except ValueError:
             return content + rest
-        self.tool_calls = answer.tool_calls
+        self.tool_calls = answer.tool_calls[: self._most_calls]
         if self._format == "gpt-oss":  # nothing is written before the end, which says what is an answer
             self.reasoning = answer.reasoning
             return answer.content
@@ -186,7 +189,10 @@ class Server:
         for n, (choice, text) in enumerate(zip(choices, texts, strict=True)):
             echo = echoes[n // fields.n] if fields.echo else None
             answers.append(self._completion(fields, choice, text, n, echo))
-        return _json(self._envelope("text_completion", answers) | {"usage": self._usage(prompts, choices)})
+        return _json(
+            self._envelope("text_completion", answers)
+            | {"usage": self._usage(prompts, choices if fields.max_tokens else [])}
+        )
 
     async def chat(self, request: Any) -> Any:
         """Answers `/v1/chat/completions`."""
@@ -201,7 +207,7 @@ class Server:
             text = await asyncio.to_thread(
                 self.template, messages, tools=fields.tools or None, **fields.chat_template_kwargs
             )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: a variable that it has already
             raise BadRequest(str(error), "messages") from None
         prompt = await self._ids(text, special=False)
         if fields.max_tokens is None:
@@ -297,6 +303,7 @@ class Server:
         ends = sorted({*fields.stop_token_ids, *(() if fields.ignore_eos else self.stop_token_ids)})
         processors = await asyncio.to_thread(self._processors, fields)
         choices: list[_Choice] = []
+        most_calls = None if getattr(fields, "parallel_tool_calls", True) else 1
 
         def submit(number: int) -> None:
             prompt = prompts[number // fields.n]
@@ -312,7 +319,7 @@ class Server:
             )
             show_special = tool_format is not None
             writer = TextWriter(self.tokenizer, prompt, stop=fields.stops, ends=ends, show_special=show_special)
-            choices.append(_Choice(request, writer, tool_format, tools))
+            choices.append(_Choice(request, writer, tool_format, tools, most_calls))
 
         try:
             for number in range(len(prompts) * fields.n):  # in a thread, as a row's key may wait for a step
@@ -346,7 +353,9 @@ class Server:
         if fields.logprobs is None:
             return {"text": text}
         log_probs, best = await asyncio.to_thread(self.engine.score, prompt, fields.logprobs)
-        return {"text": text, "logprobs": self._log_probs(fields, prompt, [None, *log_probs], [None, *best], 0)}
+        offsets = text_lengths(self.tokenizer, [], prompt)[:-1]
+        probs = self._log_probs(fields, prompt, [None, *log_probs], [None, *best], offsets)
+        return {"text": text, "logprobs": probs}
 
     def _completion(
         self, fields: CompletionFields, choice: _Choice, text: str, index: int, echo: dict[str, Any] | None
@@ -356,7 +365,9 @@ class Server:
         if fields.logprobs is not None:
             best = list(request.best) if request.best else [([], [])] * count
             start = len(echo["text"]) if echo else 0
-            log_probs = self._log_probs(fields, request.tokens[:count], request.log_probs[:count], best[:count], start)
+            tokens, drawn = request.tokens[:count], request.log_probs[:count]
+            offsets = [start + length for length in text_lengths(self.tokenizer, request.prompt, tokens)[:-1]]
+            log_probs = self._log_probs(fields, tokens, drawn, best[:count], offsets)
         text = text if fields.max_tokens else ""
         answer: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
         if fields.return_token_ids:
@@ -367,12 +378,11 @@ class Server:
                 log_probs = {name: [*echo["logprobs"][name], *values] for name, values in log_probs.items()}
         return answer | {"text": text, "logprobs": log_probs}
 
-    def _log_probs(self, fields: Fields, tokens: Any, log_probs: Any, best: Any, start: int) -> dict[str, list[Any]]:
-        """Returns log-probabilities in the format of completions; `start` is the offset of the first token."""
+    def _log_probs(
+        self, fields: Fields, tokens: Any, log_probs: Any, best: Any, offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        """Returns log-probabilities in the format of completions; `offsets` are the tokens' places in the text."""
         names = [self._token(fields, token) for token in tokens]
-        offsets = [start]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(self.tokenizer.decode([token])))
         tops: list[Any] = []
         for name, log_prob, alternatives in zip(names, log_probs, best, strict=True):
             if alternatives is None:
@@ -383,7 +393,7 @@ class Server:
             }
             tops.append(top | {name: max(log_prob, _IMPOSSIBLE)})
         log_probs = [value if value is None else max(value, _IMPOSSIBLE) for value in log_probs]
-        return {"tokens": names, "token_logprobs": log_probs, "top_logprobs": tops, "text_offset": offsets[:-1]}
+        return {"tokens": names, "token_logprobs": log_probs, "top_logprobs": tops, "text_offset": offsets}
 
     def _chat_log_probs(self, fields: ChatFields, choice: _Choice, start: int, end: int) -> dict[str, Any] | None:
         """Returns the log-probabilities of some tokens in the format of chats."""
@@ -397,13 +407,13 @@ class Server:
         return {"content": content}
 
     def _chat_log_prob(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": max(log_prob, _IMPOSSIBLE), "bytes": list(text.encode())}
+        text, data = token_text(self.tokenizer, token), token_bytes(self.tokenizer, token)
+        return {"token": text, "logprob": max(log_prob, _IMPOSSIBLE), "bytes": list(data)}
 
     def _token(self, fields: Fields, token: int) -> str:
         if fields.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+        return token_text(self.tokenizer, token)
 
     def _usage(self, prompts: Sequence[Sequence[int]], choices: Sequence[_Choice]) -> dict[str, Any]:
         """Returns the numbers of tokens, which are counted here too."""
@@ -483,7 +493,10 @@ def _completion_chunk(
     request, log_probs = choice.request, None
     if fields.logprobs is not None and end > start:
         best = request.best[start:end] or [([], [])] * (end - start)
-        log_probs = server._log_probs(fields, request.tokens[start:end], request.log_probs[start:end], best, 0)
+        before, tokens = [*request.prompt, *request.tokens[:start]], request.tokens[start:end]
+        lengths = text_lengths(server.tokenizer, before, tokens)
+        *offsets, choice.text_offset = [choice.text_offset + length for length in lengths]
+        log_probs = server._log_probs(fields, tokens, request.log_probs[start:end], best, offsets)
     ids = {"token_ids": request.tokens[start:end]} if fields.return_token_ids else {}
     return {
         "text": piece or "",

@@ -9,9 +9,7 @@ from pydantic import Field
 
 from maxlib.inference._sampling import Sampler
 
-_IGNORED = frozenset(
-    ["user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"]
-)
+_IGNORED = frozenset(["user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"])
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -156,6 +154,7 @@ class ChatFields(Fields):
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
     @classmethod

@@ -1,6 +1,8 @@
 """Generation of text with a tokenizer."""
 
 import functools
+import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -107,16 +109,50 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(getattr(encoded, "ids", encoded))
 
 
+def text_lengths(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Returns the number of whole characters from the first token to each one, and to the end of the last."""
+    pieces = _Pieces(tokenizer.decode, before)
+    return [0, *itertools.accumulate(len(pieces.add(token)) for token in tokens)]
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Returns the text of a token behind another one, as decoders may leave out the space of a first token."""
+    once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+    return twice.removeprefix(once)
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Returns the bytes of a token in UTF-8, also of one that is a part of a character."""
+    text, name = token_text(tokenizer, token), tokenizer.id_to_token(token)
+    if _CUT not in text:
+        return text.encode()
+    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):  # of SentencePiece
+        return bytes.fromhex(byte[1])
+    letters = _byte_letters()
+    return bytes(letters[letter] for letter in name) if letters.keys() >= {*name} else text.encode()
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """Returns the byte for which each letter stands in names of byte-level tokens: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
 class StopTexts:
     """Texts that end a completion.
 
     Args:
-        decode: Converts ids to text.
-        texts: The texts; empty ones are ignored.
+        tokenizer: Converts ids to text.
+        texts: The texts, which may be those of special tokens; empty ones are ignored.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], texts: Collection[str]):
-        self._decode, self.texts = decode, [text for text in texts if text]
+    def __init__(self, tokenizer: Any, texts: Collection[str]):
+        self._decode, self.texts = tokenizer.decode, [text for text in texts if text]
+        added = getattr(tokenizer, "get_added_tokens_decoder", dict)().values()
+        if any(token.special and token.content in text for token in added for text in self.texts):
+            self._decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         # Tokens, except special ones, have at least one byte, so this many tokens contain any of these texts.
         self._tail = 8 + max((len(text.encode()) for text in self.texts), default=0)
 

@@ -14,6 +14,9 @@ Tools = Sequence[Mapping[str, Any]]
 _HERMES, _PYTHON_TAG = "<tool_call>", "<|python_tag|>"
 _DEEPSEEK, _DEEPSEEK_CALL, _DEEPSEEK_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _DSML = "<｜DSML｜function_calls>"
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"} | {
+    type(None): "null"
+}
 _QUOTED = 200  # characters of a text that an error shows
 # The text from which each format's calls may begin; Llama 3 writes bare JSON, and GPT-OSS the header of a message.
 CALL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {
@@ -189,28 +192,45 @@ def _xml_call(text: str, at: int, tools: Tools) -> tuple[ToolCall, int]:
     name, body = call.groups()
     parameters = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
     types = _parameter_types(tools, name)
-    return ToolCall(name, {key: _typed(value, types.get(key)) for key, value in parameters}), call.end()
+    return ToolCall(name, {key: _typed(value, types.get(key, set())) for key, value in parameters}), call.end()
 
 
-def _parameter_types(tools: Tools, name: str) -> dict[str, Any]:
+def _parameter_types(tools: Tools, name: str) -> dict[str, set[str]]:
     """Returns the types of a tool's parameters by name."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
+            return {key: _types(schema) for key, schema in properties.items() if isinstance(schema, Mapping)}
     return {}
 
 
-def _typed(value: str, kind: Any) -> Any:
-    """Returns a parameter that is written as text as a value of its type; without a type, JSON is read as such."""
-    if kind == "string":
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Returns the types that a JSON schema allows; empty if it does not say."""
+    stated, options = schema.get("type"), (schema.get("anyOf"), schema.get("oneOf"))
+    names = {stated} if isinstance(stated, str) else {each for each in _listed(stated) if isinstance(each, str)}
+    inner = [_types(option) for each in options for option in _listed(each) if isinstance(option, Mapping)]
+    return names.union(*inner) or {_TYPES[type(each)] for each in _listed(schema.get("enum")) if type(each) in _TYPES}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _typed(value: str, kinds: set[str]) -> Any:
+    """Returns a parameter that is written as text as a value of one of its types; without a type, JSON is read as
+    such.
+    """
+    if kinds == {"string"}:
         return value
     constants = {"True": True, "False": False, "None": None}  # as templates write Python's
     try:
-        return constants[value] if value in constants else json.loads(value)
-    except ValueError:
+        read = constants[value] if value in constants else _DECODER.decode(value)
+    except (ValueError, RecursionError):
         return value
+    other = kinds - {"string"}
+    fits = _TYPES[type(read)] in other or (isinstance(read, int) and "number" in other)
+    return read if fits or "string" not in kinds else value
 
 
 def _call(name: Any, arguments: Any, text: str) -> ToolCall:
@@ -226,7 +246,7 @@ def _call(name: Any, arguments: Any, text: str) -> ToolCall:
 def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
     """Reads the JSON object at a place of the text, and returns it and where it ends."""
     try:
-        value, end = json.JSONDecoder(strict=False).raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a tool call must be JSON ({error}), got {text[at : at + _QUOTED]!r}") from None
     if not isinstance(value, dict):
@@ -236,9 +256,16 @@ def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"arguments of a tool call must be JSON ({error}), got {text[:_QUOTED]!r}") from None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"JSON has no {constant}")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # Python's own would read NaN and Infinity
 
 
 def _skip_space(text: str, at: int) -> int:

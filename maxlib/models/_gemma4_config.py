@@ -204,7 +204,7 @@ TEXT = Fields(
         "num_heads": 8,
         "num_kv_heads": 4,
         "head_dim": 256,
-        "window": 512,
+        "window": lambda c: 1024 if _is_unified(c) else 512,
         "final_softcap": None,
     },
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxlib.models import _glm5_next_vision as vision
+from maxlib.models import _glm_vision as vision
 from maxlib.models._sizes import kimi_delta_attention
 from maxlib.weights import Computed, HFConfig, Ignore, Table, Weight, names
 

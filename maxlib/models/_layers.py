@@ -202,6 +202,7 @@ def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def attention(
     cfg: AttentionSizes,
+    kind: Callable[..., nn.Attention] = nn.Attention,
     *,
     rope: Rope | ops.MRope | None,
     qk_norm: bool = False,
@@ -210,7 +211,7 @@ def attention(
     rngs: nnx.Rngs,
     **options: Any,
 ) -> nn.Attention:
-    """Makes grouped-query attention with the sizes of `cfg`; other arguments are those of `nn.Attention`.
+    """Makes grouped-query attention of a `kind` with the sizes of `cfg`; other arguments are those of the kind.
 
     `qk_norm` adds an RMSNorm of each head of queries and keys before their rotation, or with `across_heads` one of all
     heads together; `plus_one` is that of these norms.
@@ -223,7 +224,7 @@ def attention(
 
     if qk_norm:
         options |= {"q_norm": norm(cfg.num_heads), "k_norm": norm(cfg.num_kv_heads)}
-    return nn.Attention(
+    return kind(
         cfg.dim,
         num_heads=cfg.num_heads,
         num_kv_heads=cfg.num_kv_heads,

@@ -186,9 +186,13 @@ FIELDS = Fields(
 )
 
 
-def sections(default: tuple[int, ...]) -> Computed:
+def sections(default: tuple[int, ...], *, alternating: bool = True) -> Computed:
     """Makes the entry for the sections of M-RoPE: in `rope_parameters`, as transformers 5 has them, or in
     `rope_scaling`.
+
+    Args:
+        default: Value if a config omits them.
+        alternating: As in `ops.MRope`.
     """
 
     def read(hf: HFConfig, c: Any) -> tuple[int, ...]:
@@ -196,13 +200,14 @@ def sections(default: tuple[int, ...]) -> Computed:
         for name in ("rope_scaling", "rope_parameters"):
             if hf.take(name, None, kind=dict):
                 rope = hf.nested(name)
-                rope.require("mrope_interleaved", True)
-                rope.require("interleaved", True)  # its name in Qwen3-Omni
+                rope.require("mrope_interleaved", alternating)
+                rope.require("interleaved", alternating)  # its name in Qwen3-Omni
                 value = tuple(rope.take("mrope_section", list(value), kind=list))
         return value
 
     def write(value: tuple[int, ...], cfg: Any) -> dict[str, Any]:
-        return {"rope_parameters.mrope_section": list(value), "rope_parameters.mrope_interleaved": True}
+        written = {"rope_parameters.mrope_section": list(value)}
+        return written | ({"rope_parameters.mrope_interleaved": True} if alternating else {})
 
     return Computed("sections", read, write)
 

@@ -251,3 +251,21 @@ def video_patches(cfg: PatchSizes, *, bias: bool, rngs: nnx.Rngs) -> nn.Einsum:
     shape = (cfg.dim, 3, cfg.frames, cfg.patch_size, cfg.patch_size)
     axes = ("embed", "channel", "frame", "patch_row", "patch_column")
     return nn.Einsum("...CFab,DCFab->...D", shape, axes, bias=bias, rngs=rngs)
+
+
+def bicubic(table: Float[Array, "side side E"], at: nn.vision.PatchPositions, dtype: Any) -> Float[Array, "R P E"]:
+    """Returns learned positions of patches, resized from a square table to each image by a bicubic filter."""
+
+    def taps(index: Array, size: Array) -> tuple[Array, Array]:
+        # The four rows of the table around each index, and their weights, [R, P, 4] (Keys 1981, a = -0.75).
+        place = (index + 0.5) * len(table) / jnp.maximum(size, 1) - 0.5
+        rows = jnp.floor(place)[..., None] + jnp.arange(-1, 3)[None, None]
+        d, a = jnp.abs(place[..., None] - rows), -0.75
+        near = ((a + 2) * d - (a + 3)) * d * d + 1
+        far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+        return jnp.clip(rows, 0, len(table) - 1).astype(jnp.int32), jnp.where(d <= 1, near, far)
+
+    (rows, down), (columns, right) = taps(at.row, at.height), taps(at.column, at.width)
+    # [R, P, 4, 1] and [R, P, 1, 4] -> [R, P, 4, 4, E]
+    around = table[rows[..., :, None], columns[..., None, :]]
+    return jnp.einsum("rpa,rpb,rpabe->rpe", down, right, around).astype(dtype)

@@ -82,13 +82,12 @@ FIELDS = Fields(
 
 
 def _table(cfg: Config) -> Table:
-    norms = {
-        "input": "attn_norm",
-        "post_attention": "attn_post_norm",
-        "pre_mlp": "mlp_norm",
-        "post_mlp": "mlp_post_norm",
-    }
-    layer = [Weight(f"{name}_layernorm.weight", f"{path}.scale") for name, path in norms.items()]
+    layer = names.norms(
+        attn_norm="input_layernorm",
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_mlp_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+    )
     layer += [*names.ATTENTION, Weight("self_attn.gate_proj.weight", "attn.gate.w", "(N H) D -> N H D"), *names.MLP]
     layer += [entry for entry in names.MOE if "mlp.gate." not in entry.hf_name]
     layer += [

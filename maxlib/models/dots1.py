@@ -80,7 +80,7 @@ FIELDS = Fields(
     ],
     model_types={"dots1": "Dots1ForCausalLM"},
     fixed={"hidden_act": "silu"},
-    absent={"num_dense": 0, "num_kv_heads": fields.num_heads, "head_dim": fields.equal_heads},
+    absent={"num_dense": 0, "num_kv_heads": 32, "head_dim": fields.equal_heads},
 )
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _glm5_next_files as files
-from maxlib.models import _glm5_next_vision as vision
+from maxlib.models import _glm_vision as vision
 from maxlib.models._layers import TextDecoder, kimi_delta_attention, latent_attention, sigmoid_router
 from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes, LatentSizes
 from maxlib.models._vision import PatchReader

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib.models._layers import PreNorm, TextDecoder
+from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, AttentionSizes
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Table, Weight, fields, names
@@ -25,19 +25,10 @@ class Config(AttentionSizes):
 class Attention(nn.Attention):
     """Grouped-query attention that norms queries and keys after their rotation."""
 
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        super().__init__(
-            cfg.dim,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            rope=cfg.rope,
-            bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-            rngs=rngs,
-        )
-        self.turned_q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)
-        self.turned_k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps)
+    def __init__(self, dim: int, *, head_dim: int, norm_eps: float, **options: Any):
+        super().__init__(dim, head_dim=head_dim, **options)
+        self.turned_q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+        self.turned_k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
 
     def project(self, x: Float[Array, "B T D"], ctx: nn.Context) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, see `nn.Attention.project`."""
@@ -49,10 +40,11 @@ class Block(PreNorm):
     """Llama's layer with norms on rotated queries and keys."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.attn = Attention(cfg, rngs=rngs)
-        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.mlp = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs)
+        D, bias, eps = cfg.dim, cfg.attention_bias, cfg.norm_eps
+        self.attn_norm = nn.RMSNorm(D, eps=eps)
+        self.attn = attention(cfg, Attention, rope=cfg.rope, bias=bias, out_bias=bias, norm_eps=eps, rngs=rngs)
+        self.mlp_norm = nn.RMSNorm(D, eps=eps)
+        self.mlp = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs)
 
 
 class Hunyuan(TextDecoder):
@@ -76,13 +68,10 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
     return fields.read_rope(hf, head_dim=c.head_dim, default_length=2048)
 
 
+ROPE = Computed("rope", _read_rope, lambda rope, cfg: fields.write_rope(rope, head_dim=cfg.head_dim))
 FIELDS = Fields(
     Config,
-    [
-        *DECODER,
-        Computed("rope", _read_rope, lambda rope, cfg: fields.write_rope(rope, head_dim=cfg.head_dim)),
-        fields.ATTENTION_BIAS,
-    ],
+    [*DECODER, ROPE, fields.ATTENTION_BIAS],
     model_types={"hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"},
     fixed={"hidden_act": "silu"},
     fixed_if_present={
@@ -103,10 +92,15 @@ FIELDS = Fields(
 )
 
 
+ATTENTION = (
+    *names.ATTENTION,
+    Weight("self_attn.query_layernorm.weight", "attn.turned_q_norm.scale"),
+    Weight("self_attn.key_layernorm.weight", "attn.turned_k_norm.scale"),
+)
+
+
 def _table(cfg: Config) -> Table:
-    norms = {"query_layernorm": "turned_q_norm", "key_layernorm": "turned_k_norm"}
-    of_heads = [Weight(f"self_attn.{name}.weight", f"attn.{path}.scale") for name, path in norms.items()]
-    return names.decoder_table([*names.NORMS, *names.ATTENTION, *of_heads, *names.MLP])
+    return names.decoder_table([*names.NORMS, *ATTENTION, *names.MLP])
 
 
 # fmt: off

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import deepseek
-from maxlib.models._vision import PLACEHOLDERS, PatchEncoder, PatchReader, RowByRow
+from maxlib.models._vision import PLACEHOLDERS, PatchEncoder, PatchReader, RowByRow, bicubic
 from maxlib.nn.vision import exact_gelu
 from maxlib.sharding import constrain
 from maxlib.weights import Computed, Family, Field, Fields, Multimodal, Renamed, Table, Weight, fields, names
@@ -61,7 +61,7 @@ class MoonViT(PatchEncoder):
 
     def __init__(self, cfg: Vision, text_dim: int, *, rngs: nnx.Rngs):
         E, p, F = cfg.dim, cfg.patch_size, cfg.dim * cfg.merge**2
-        self.cfg, self.side, self.shape = cfg, cfg.side, (3, p, p)
+        self.cfg, self.shape = cfg, (3, p, p)
         axes = ("embed", "channel", "patch_row", "patch_column")
         self.patches = nn.Einsum("...Cab,DCab->...D", (E, 3, p, p), axes, bias=True, rngs=rngs)
         init = nnx.initializers.normal(0.02)
@@ -79,30 +79,13 @@ class MoonViT(PatchEncoder):
 
     def before_layers(self, x: Float[Array, "R P E"], at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
         """Returns `x` with its positions added."""
-        return x + self._positions(at).astype(x.dtype)
+        return x + bicubic(constrain(self.positions[...], "position", "position", None), at, x.dtype)
 
     def after_layers(self, x: Float[Array, "R P E"]) -> Float[Array, "R S D"]:
         """Returns the vectors of squares."""
         # The patches of a square stand together: [R, P, E] -> [R, S, merge^2 * E]
         x = self.projector_norm(self.norm(x)).reshape(len(x), x.shape[1] // self.cfg.merge**2, -1)
         return self.down(exact_gelu(self.up(x)))
-
-    def _positions(self, at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
-        """Returns the learned positions of patches, resized to the image by a bicubic filter."""
-        table = constrain(self.positions[...], "position", "position", None)
-        (rows, down), (columns, right) = self._taps(at.row, at.height), self._taps(at.column, at.width)
-        # [R, P, 4, 1] and [R, P, 1, 4] -> [R, P, 4, 4, E]
-        near = table[rows[..., :, None], columns[..., None, :]]
-        return jnp.einsum("rpa,rpb,rpabe->rpe", down, right, near)
-
-    def _taps(self, index: Array, size: Array) -> tuple[Array, Array]:
-        """Returns the four rows of the table around each index, and their weights, `R P 4` (Keys 1981, a = -0.75)."""
-        place = (index + 0.5) * self.side / jnp.maximum(size, 1) - 0.5
-        taps = jnp.floor(place)[..., None] + jnp.arange(-1, 3)[None, None]
-        d, a = jnp.abs(place[..., None] - taps), -0.75
-        near = ((a + 2) * d - (a + 3)) * d * d + 1
-        far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-        return jnp.clip(taps, 0, self.side - 1).astype(jnp.int32), jnp.where(d <= 1, near, far)
 
 
 class KimiK25(PatchReader, deepseek.DeepSeek):

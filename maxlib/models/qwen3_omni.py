@@ -17,6 +17,7 @@ from maxlib import nn
 from maxlib.models import _qwen3_omni_audio as audio
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._sizes import SparseSizes
 from maxlib.ops import Rope
 from maxlib.sharding import constrain
 from maxlib.weights import Family, Fields, HFConfig, Ignore, Multimodal, Renamed, Table, fields, names
@@ -26,12 +27,9 @@ Vision = vision.Vision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(vision.DeepstackSizes):
+class Config(vision.DeepstackSizes, SparseSizes):
     """Sizes of a Qwen3-Omni; `PRESETS` has the published ones."""
 
-    expert_dim: int
-    num_experts: int
-    top_k: int
     audio: Audio
 
 

@@ -16,7 +16,7 @@ from maxlib import nn, ops
 from maxlib.models import _qwen4_exp_files as files
 from maxlib.models import _qwen_vision as vision
 from maxlib.models._layers import TextDecoder, delta_net, gated_shared_experts
-from maxlib.models._sizes import AttentionSizes, DeltaSizes
+from maxlib.models._sizes import AttentionSizes, DeltaSizes, SparseSizes
 from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Multimodal, fields
@@ -27,18 +27,14 @@ SECTIONS = (11, 11, 10)  # rotated pairs of a head that M-RoPE turns by time, by
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes, DeltaSizes, files.StreamSizes):
+class Config(AttentionSizes, DeltaSizes, SparseSizes, files.StreamSizes):
     """Sizes of a Qwen3.8-Flash-Next; `PRESETS` has the published one."""
 
     layer_types: tuple[str, ...] | None = None  # LINEAR or INDEXED for each layer; None: every fourth is INDEXED
     sections: tuple[int, ...] = SECTIONS
     linear_gate: str = "silu"  # activation of the output's gate in LINEAR layers, "silu" or "sigmoid"
-    expert_dim: int
     shared_dim: int
-    num_experts: int
-    top_k: int
     renormalize: ClassVar[bool] = True
-    losses: tuple[Any, ...] = ()  # router losses for training
     vision: Vision | None = None
 
     def __post_init__(self):

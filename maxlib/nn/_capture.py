@@ -88,16 +88,19 @@ def patch(model: Any, replacements: Mapping[str, Replacement], *, layers: int | 
         KeyError, ValueError: when called, as for `capture`.
     """
     base: Any = type(model)
+    chosen = _numbers(layers)
 
     def call(self: Any, args: Any, kwargs: Any) -> Any:
         return base.__call__(self, *args, **kwargs)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        taps = _Taps(frozenset(), replacements, _numbers(layers))
+        taps = _Taps(frozenset(), replacements, chosen)
         result, _ = _evaluated(call, (self, args, kwargs), taps)
-        if unused := sorted(replacements.keys() - taps.replaced):
-            where = "the model" if layers is None else f"layers {layers}"
-            raise KeyError(f"{where} has no value named {unused}; `nn.named_values` lists the layers of each name")
+        for name in replacements:
+            missing = [layer for layer in chosen or () if layer not in taps.replaced.get(name, ())]
+            if missing or name not in taps.replaced:
+                where = f"layers {missing} have" if missing else "the model has"
+                raise KeyError(f"{where} no value named {name!r}; `nn.named_values` lists the layers of each name")
         return result
 
     patterns = PATTERN in map(_base, replacements)
@@ -156,14 +159,14 @@ class _Taps:
         replacements: Functions by name.
         layers: Layers whose values are returned or replaced; None for all.
         strict: False skips names in places from where no value can be returned.
-        replaced: Names whose values were replaced.
+        replaced: Layers whose values were replaced, by name.
     """
 
     captured: frozenset[str] | None
     replacements: Mapping[str, Replacement]
     layers: tuple[int, ...] | None
     strict: bool = True
-    replaced: set[str] = dataclasses.field(default_factory=set)
+    replaced: dict[str, set[int | None]] = dataclasses.field(default_factory=dict)
 
     def wants(self, name: str) -> bool:
         """Whether any value of a name, in whatever place in its layer, is asked for."""
@@ -282,7 +285,7 @@ class _Run:
                 f"the replacement of {name} must keep its shape and dtype, {x.dtype}{list(x.shape)}, got "
                 f"{jnp.result_type(new)}{list(jnp.shape(new))}"
             )
-        self.taps.replaced.add(name)
+        self.taps.replaced.setdefault(name, set()).update(layers)
         if all(map(self.taps.selects, layers)):
             return new
         return jnp.where(jnp.isin(jnp.asarray(layer), np.array(self.taps.layers)), new, x)

@@ -29,6 +29,9 @@ class NgramHash:
         base: Least number of rows of a head, below 2^25; the heads have the next primes.
         layer: Which of the model's tables this is.
         seed: Seed of the factors.
+
+    Raises:
+        ValueError: when there are more ids or rows than that, or a head has fewer than two rows.
     """
 
     vocab: int

@@ -58,6 +58,9 @@ class NgramEmbedding(SequenceMixer):
         conv_width: Number W of taps of the convolution.
         norm_eps: Epsilon of the norms.
         rngs: Source of initial values.
+
+    Raises:
+        ValueError: when `parts` does not divide the rows of the table, or the heads of `hash` its width.
     """
 
     kind: ClassVar[str | None] = "hashed n-grams"

@@ -23,7 +23,8 @@ _NF4 = (
 class QuantizedWeight(nnx.Module):
     """A weight stored as `values * scale`, with a scale per output, or per group of inputs; `w[...]` is its matrix.
 
-    Its arrays are not Params, so no optimizer trains them.
+    What other libraries stored may have zero points, one for each scale: `(values - zeros) * scale`. Its arrays are not
+    Params, so no optimizer trains them.
 
     Args:
         w: The weight.
@@ -63,6 +64,7 @@ class QuantizedWeight(nnx.Module):
             "scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True)
         )
         self.values, self.scale = nnx.Variable(values, axes=axes), nnx.Variable(q.scale, axes=scale_axes)
+        self.zeros: nnx.Variable | None = None
         self.qtype, self.group, self.summed, self.dtype = qtype, group, summed, w.dtype
 
     @property
@@ -79,8 +81,14 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of values and scales."""
-        return sum(a.size * a.dtype.itemsize for a in (self.values.get_value(), self.scale.get_value()))
+        """Returns the bytes of values, scales and zero points."""
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    def with_zeros(self) -> "QuantizedWeight":
+        """Returns the weight with zero points, all 0."""
+        new, scale = jax.tree.map(lambda a: a, self), self.scale.get_value()
+        new.zeros = nnx.data(self.scale.replace(jnp.zeros(scale.shape, jnp.int8)))
+        return new
 
     def widened(self, dtype: Any) -> "QuantizedWeight":
         """Returns the weight with unpacked values in another dtype, for devices that multiply it faster."""
@@ -100,24 +108,31 @@ class QuantizedWeight(nnx.Module):
         """Returns the weight as an unpacked qwix array."""
         values = self.values.get_value()
         values = unpack(values, self.qtype) if self.is_packed else values
-        return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), None, _dtype(self.qtype))
+        zeros = None if self.zeros is None else self.zeros.get_value()
+        return qwix.QArray(values, self.scale.get_value().astype(jnp.float32), zeros, _dtype(self.qtype))
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
-        """Returns the matrix `values * scale` in float32, indexed."""
+        """Returns the matrix in float32, indexed."""
         return self.matrix(jnp.float32)[index]
 
     def matrix(self, dtype: Any) -> Float[Array, "..."]:
-        """Returns the matrix `values * scale` in `dtype`, rounded once."""
+        """Returns the matrix `values * scale`, or `(values - zeros) * scale`, in `dtype`, rounded once."""
         low = self.quantized()
         # Integers and scales of groups are exact in bfloat16: there XLA for TPUs makes no copy in float32.
         is_exact = jnp.issubdtype(low.qvalue.dtype, jnp.signedinteger) and self.scale.get_value().dtype == dtype
         kind = dtype if is_exact else jnp.float32
         values = _nf4(low.qvalue) if self.qtype == "nf4" else low.qvalue.astype(kind)
-        scale = low.scale.astype(kind)
-        for dim, (count, size) in enumerate(zip(scale.shape, values.shape, strict=True)):
-            if 1 < count < size:  # [..., I / g] -> [..., I]
-                scale = jnp.repeat(scale, size // count, axis=dim)
-        return (values * scale).astype(dtype)
+        if low.zero_point is not None:
+            values = values - _spread(low.zero_point.astype(kind), values.shape)
+        return (values * _spread(low.scale.astype(kind), values.shape)).astype(dtype)
+
+
+def _spread(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Repeats what groups share over their values; a dimension of size 1 broadcasts."""
+    for dim, (count, size) in enumerate(zip(x.shape, shape, strict=True)):
+        if 1 < count < size:  # [..., I / g] -> [..., I]
+            x = jnp.repeat(x, size // count, axis=dim)
+    return x
 
 
 def _dtype(qtype: str) -> Any:

@@ -23,6 +23,7 @@ class QuantizedCall(Call):
         qtype: Type of the weight's values.
         group: Number of inputs that share a scale; None for one scale for each output.
         sums_scales: True if the einsum sums over a dimension in which scales differ, as an absorbed projection does.
+        has_zeros: True if the weight has zero points.
         activations: Type to which activations are rounded; None does not round them.
     """
 
@@ -30,6 +31,7 @@ class QuantizedCall(Call):
     qtype: str
     group: int | None
     sums_scales: bool
+    has_zeros: bool
     activations: str | None
 
     def __str__(self) -> str:
@@ -106,6 +108,7 @@ def _describe(spec: str, x: Any, weight: Any, activations: str | None, device: A
         qtype=weight.qtype,
         group=weight.group,
         sums_scales=any(size > 1 for letter, size in sizes.items() if letter not in of_y),
+        has_zeros=weight.zeros is not None,
         activations=activations,
     )
 
@@ -164,8 +167,8 @@ def spelled_out(spec: str, ndim: int) -> str:
 
 
 def _narrow_refuses(call: QuantizedCall) -> str | None:
-    if call.activations is None:
-        return "needs rounded activations"
+    if reason := _widened_refuses(call):
+        return reason
     chip = None if call.platform == "cpu" else chip_of(call.device_kind)
     units = "int8" if call.activations == "int8" else "fp8"
     has_units = chip is None or (chip.int8 if units == "int8" else chip.fp8) > 0
@@ -178,12 +181,14 @@ def _first(call: QuantizedCall) -> str | None:
 
 
 def _widened_refuses(call: QuantizedCall) -> str | None:
-    return "needs rounded activations" if call.activations is None else None
+    if call.activations is None:
+        return "needs rounded activations"
+    return "needs a weight without zero points" if call.has_zeros else None
 
 
 def _scaled_after_refuses(call: QuantizedCall) -> str | None:
-    if call.group is not None or call.sums_scales:
-        return "needs a scale for each output of the einsum"
+    if call.group is not None or call.sums_scales or call.has_zeros:
+        return "needs a scale for each output of the einsum, and no zero points"
     return call.refuses_rounding()
 
 

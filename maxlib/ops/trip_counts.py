@@ -14,8 +14,9 @@ TripCounts = Mapping[str, float]
 """Average trip counts of loops over "attention", "experts" and "tiles"."""
 
 _SIZES = r"tensor<((?:\d+x){4,})"
-# The first call of an operation in a lowered program, with the sizes of its first two operands on one device.
+# The definition of an operation in a lowered program, with the sizes of its first two operands on one device.
 _ATTENTION = re.compile(rf"maxlib\.ops\.attention\w*\(%arg0: {_SIZES}\w+>, %arg1: {_SIZES}")
+_LOOP, _FUNCTION = "stablehlo.while", "func.func "
 _GROUPED = re.compile(r"maxlib\.ops\.grouped_matmul\w*\(%arg0: tensor<(\d+)x\d+x\w+>, %arg1: tensor<(\d+)x")
 # Loops of grouped matmuls in a compiled program, by the names of their instructions.
 _OVER_EXPERTS = re.compile(r'op_name="[^"]*maxlib\.ops\.grouped_\w+\)/while"')
@@ -30,14 +31,21 @@ def attention_trips(lowered: str, platform: str = "cpu") -> float:
         platform: "cpu", "gpu" or "tpu".
 
     Returns:
-        `(blocks + 1) / 2`, or 1 without attention.
+        `(blocks + 1) / 2` of the first attention that is a loop, other than a kernel; or 1 without any.
     """
-    call = _ATTENTION.search(lowered)
+    calls = (call for call in _ATTENTION.finditer(lowered) if _LOOP in _body(lowered, call.end()))
+    call = next(calls, None)
     if call is None:
         return 1.0
     # [B, T, N, H] are the last four axes: in a pipeline, axes of stages and of parts come before them.
     q, k = (tuple(map(int, sizes[:-1].split("x")))[-4:] for sizes in call.groups())
     return (k[1] / chunked_tiles(q[1], q[2], k[1], platform).keys + 1) / 2
+
+
+def _body(lowered: str, start: int) -> str:
+    """Returns the rest of a function of a lowered program."""
+    end = lowered.find(_FUNCTION, start)
+    return lowered[start : None if end < 0 else end]
 
 
 def grouped_matmul_trips(lowered: str, room: float = 1) -> dict[str, float]:

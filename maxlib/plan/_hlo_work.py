@@ -152,7 +152,7 @@ class _SplashCall:
 
     @property
     def tiles(self) -> SplashTiles:
-        return splash_tiles(self.q[-2], self.v[-2], self.q[-1], self.v[-1])
+        return splash_tiles(self.q[-2], self.v[-2], self.q[-1], self.v[-1], self.window)
 
     @property
     def block(self) -> SplashBlock:
@@ -177,6 +177,11 @@ class _SplashCall:
             return rows * columns
         if self.window is None:
             return causal_tiles(rows, columns)
+        if self.q[-2] == self.v[-2]:  # whole rows: a block of queries sees keys up to its last one
+            begin = self.block.queries * np.arange(rows)
+            first = np.maximum(begin - self.window + 1, 0) // self.block.keys
+            last = np.minimum((begin + self.block.queries - 1) // self.block.keys, columns - 1)
+            return float((last - first + 1).sum())
         # A block of n queries sees window + n - 1 keys, whose first lies anywhere in its block.
         across = (self.window + self.block.queries - 2) / self.block.keys + 1
         return min(rows * across, causal_tiles(rows, columns))

@@ -82,7 +82,8 @@ def quantize(x: Float[Array, "..."], kind: str, sides: tuple[int, ...], *, stoch
         x: The array.
         kind: Name of a dtype of eight bits, or "nvfp4".
         sides: Length of a block in each dimension; at most that of the dimension counts.
-        stochastic: True rounds to one of both neighbours at random, so that the mean is exact; only for "nvfp4".
+        stochastic: True rounds to one of both neighbours at random, so that the mean is exact, but for the largest
+            values of a block whose scale was rounded down; only for "nvfp4".
     """
     sides = tuple(min(side, size) for side, size in zip(sides, x.shape, strict=True))
     x = x.astype(jnp.float32)

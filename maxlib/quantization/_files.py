@@ -62,9 +62,9 @@ def save(
         ids = export.write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation
         )
-        export.write_json(part / "config.json", fields.write(model.cfg) | ids)
+        export.write_json(part / "config.json", export.with_ids(fields.write(model.cfg), ids))
         if "eos_token_id" not in (generation or {}):
-            export.add_end_of_turn(part)
+            export.add_end_of_turn(part, getattr(tokenizer, "eos_token_id", None))
         export.write_json(part / MANIFEST, _manifest(model))
         shards = files.shard(headers, files.MAX_SHARD_BYTES)
         for name, members in shards.items():
@@ -116,7 +116,9 @@ def _manifest(model: Any) -> dict[str, Any]:
     stored = {p: s for p, s in sites.find(model, sites.SITES) if isinstance(s.w, nn.quantized.QuantizedWeight)}
     formats = {path: dataclasses.asdict(cast(Format, format_of(site))) for path, site in stored.items()}
     dtypes = {path: np.dtype(site.w.dtype).name for path, site in stored.items()}
-    return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": nn.tree.groupings(model)}
+    zeros = [path for path, site in stored.items() if site.w.zeros is not None]
+    layouts = nn.tree.groupings(model)
+    return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "zeros": zeros, "layouts": layouts}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}. Write it again by quantization.save") from error
-    return {"formats": formats, "dtypes": dtypes, "layouts": layouts}
+    return {"formats": formats, "dtypes": dtypes, "zeros": manifest.get("zeros", []), "layouts": layouts}
 
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -163,7 +165,8 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         format, dtype = manifest["formats"][name], manifest["dtypes"][name]
 
         def make(site):
-            return store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
+            new = store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
+            return sites.replace(new, w=new.w.with_zeros()) if name in manifest["zeros"] else new
 
         return nn.stack.map_layers(make, site)
 

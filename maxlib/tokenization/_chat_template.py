@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +16,7 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in text
+_OTHERS = "additional_chat_templates"  # folder of the templates that are not the default
 _CONTINUED = "CONTINUED_HERE "  # the space shows whether the template strips messages
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the standard one first
 # Arguments of transformers' method that would otherwise be variables of the template, without effect.
@@ -77,7 +79,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
@@ -86,7 +88,8 @@ class ChatTemplate:
         Args:
             messages: Each with `role` and `content`.
             add_generation_prompt: True ends the prompt with the beginning of an answer.
-            continue_final_message: True ends the prompt within the last message, for the model to continue.
+            continue_final_message: True ends the prompt within the last message, for the model to continue; the name
+                of a field, such as "reasoning_content", within that field.
             chat_template: Name of the template to use.
             variables: What this template takes besides, such as `tools`.
 
@@ -99,7 +102,8 @@ class ChatTemplate:
                 f"a ChatTemplate returns text, so it takes no {', '.join(sorted(ignored))}; encode the text"
             )
         if continue_final_message:
-            add_generation_prompt, messages = False, _with_mark(messages)
+            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            add_generation_prompt, messages = False, _with_mark(messages, field)
         names = {
             "tools": None,
             "documents": None,
@@ -131,6 +135,15 @@ class ChatTemplate:
         before, _, end = self(messages, add_generation_prompt=False).rpartition(mark)
         return end.strip() if before else ""
 
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the templates where `from_directory` and transformers find them, in place of those that are there."""
+        shutil.rmtree(Path(directory) / _OTHERS, ignore_errors=True)
+        for name, source in self._sources.items():
+            file = "chat_template.jinja" if name == "default" else f"{_OTHERS}/{name}.jinja"
+            path = Path(directory) / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source, encoding="utf-8")
+
     def _choose(self, name: str | None, tools: Any) -> str:
         if name is None:
             name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
@@ -145,7 +158,7 @@ class ChatTemplate:
 def _sources(directory: Path) -> dict[str, str]:
     """Reads templates by name: those in files of their own replace the ones in tokenizer_config.json."""
     files = [("default", directory / "chat_template.jinja")]
-    files += [(path.stem, path) for path in sorted(directory.glob("additional_chat_templates/*.jinja"))]
+    files += [(path.stem, path) for path in sorted(directory.glob(f"{_OTHERS}/*.jinja"))]
     try:
         sources = {name: path.read_text(encoding="utf-8") for name, path in files if path.exists()}
     except UnicodeDecodeError as error:
@@ -175,17 +188,19 @@ def _normalized(message: Message) -> dict[str, Any]:
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
-def _with_mark(messages: Sequence[Message]) -> list[Message]:
-    """Appends a mark to the text of the last message."""
+def _with_mark(messages: Sequence[Message], field: str) -> list[Message]:
+    """Appends a mark to the text of a field of the last message."""
+    if not messages:
+        raise ValueError("continue_final_message needs a message, got none")
     *before, last = messages
-    content = last["content"]
+    content: Any = last.get(field)
     if isinstance(content, str):
-        return [*before, {**last, "content": content + _CONTINUED}]
+        return [*before, {**last, field: content + _CONTINUED}]
     at = max((i for i, block in enumerate(content or []) if "text" in block), default=None)
     if at is None:
-        raise ValueError("continue_final_message=True needs text in the last message")
+        raise ValueError(f"continue_final_message needs text in {field!r} of the last message")
     marked = {**content[at], "text": content[at]["text"] + _CONTINUED}
-    return [*before, {**last, "content": [*content[:at], marked, *content[at + 1 :]]}]
+    return [*before, {**last, field: [*content[:at], marked, *content[at + 1 :]]}]
 
 
 def _before_mark(text: str) -> str:

@@ -159,7 +159,8 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 # Models whose declared class transformers ignores: it uses the one above, or the generic class, which has no defaults.
 _IGNORE_DECLARED = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"}
 _GENERIC = {
-    *("ernie4_5", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "granite", "granitemoehybrid", "kimi_k25", "kimi_linear"),
+    *("ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granite"),
+    *("granitemoehybrid", "kimi_k25", "kimi_linear"),
     *("llava", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "modernbert", "nemotron"),
     *("olmo2", "olmo3", "olmo_hybrid", "phi3", "stablelm"),
 }

@@ -22,10 +22,18 @@ _unpacked = jax.jit(nn.quantized.unpack, static_argnums=1)
 
 @dataclass(frozen=True)
 class _Form:
-    """How a matrix is stored: its type, the inputs that share a scale (None for all), and the type of activations."""
+    """How a matrix is stored.
+
+    Attributes:
+        qtype: Type of its values.
+        group: Number of inputs that share a scale; None for all.
+        has_zeros: True if each scale has a zero point.
+        activations: Type of the activations.
+    """
 
     qtype: str
     group: int | None
+    has_zeros: bool
     activations: str | None
 
     @property
@@ -37,7 +45,8 @@ class _Form:
 
     def settings(self, targets: list[str]) -> dict[str, Any]:
         """Returns the entry of config.json for modules of this form."""
-        shared = {"num_bits": _BITS[self.qtype], "type": "int" if "int" in self.qtype else "float", "symmetric": True}
+        shared = {"num_bits": _BITS[self.qtype], "type": "int" if "int" in self.qtype else "float"}
+        shared["symmetric"] = not self.has_zeros
         weights = shared | {"strategy": "channel" if self.group is None else "group", "group_size": self.group}
         activations = None if self.activations is None else shared | {"strategy": "token", "dynamic": True}
         return {
@@ -95,8 +104,9 @@ class _Writer:
         self.dtype = np.dtype(dtype or next(iter(self._layers.values())).w.dtype)
         self._plain = Source(abstract, table, dtype, self._array)
         # float32 has all values of eight bits.
-        self._values = Source(abstract, table, np.float32, self._factor(scale=False))
-        self._scales = Source(abstract, table, np.float32, self._factor(scale=True))
+        self._values = Source(abstract, table, np.float32, self._factor("values"))
+        self._scales = Source(abstract, table, np.float32, self._factor("scale"))
+        self._zeros = Source(abstract, table, np.float32, self._factor("zeros"))
         tensors = self._plain.plan.tensors
         self.forms = {name: form for name, tensor in tensors.items() if (form := self._form(tensor)) is not None}
         unwritten = [str(c.hf_names) for c in self._plain.plan.conversions if c.place.path in self._layers]
@@ -108,17 +118,16 @@ class _Writer:
     def _array(self, path: str, value: Any, index: int | None) -> Any:
         return take_array(path, self._arrays[path], index)
 
-    def _factor(self, *, scale: bool):
+    def _factor(self, name: str):
         def take(path: str, value: Any, index: int | None) -> np.ndarray:
             w = self._layers[path].w
-            values, scales = (take_array(path, x.get_value(), index) for x in (w.values, w.scale))
-            if w.qtype in nn.quantized.FOUR_BITS:
-                values = _unpacked(jnp.asarray(values), w.qtype)
-            if not scale:
-                return np.asarray(values.astype(jnp.float32))
-            if w.group is not None:
-                scales = jnp.repeat(scales, w.group, axis=-1)
-            return np.asarray(jnp.broadcast_to(scales.astype(jnp.float32), values.shape))
+            factor = take_array(path, getattr(w, name).get_value(), index)
+            if name == "values":
+                factor = _unpacked(jnp.asarray(factor), w.qtype) if w.qtype in nn.quantized.FOUR_BITS else factor
+            elif w.group is not None:
+                factor = jnp.repeat(factor, w.group, axis=-1)
+            shape = w.shape if index is None else w.shape[1:]
+            return np.asarray(jnp.broadcast_to(factor.astype(jnp.float32), shape))
 
         return take
 
@@ -130,7 +139,8 @@ class _Writer:
         forms = set()
         for layer in layers:
             rounds = getattr(getattr(layer, "matmul", None), "format", None)
-            forms.add(layer and _Form(layer.w.qtype, layer.w.group, rounds and rounds.activations))
+            has_zeros = layer is not None and layer.w.zeros is not None
+            forms.add(layer and _Form(layer.w.qtype, layer.w.group, has_zeros, rounds and rounds.activations))
         if len(forms) > 1 or None in forms:
             raise ValueError(f"{tensor.name} must be quantized in one format, got {', '.join(map(str, forms))}")
         (form,) = forms
@@ -160,11 +170,14 @@ class _Writer:
             else:
                 headers.append(Header(name, _numpy_dtype(form.qtype), (O, I)))
             headers.append(Header(f"{name}_scale", self.dtype, (O, groups)))
+            if form.has_zeros:  # packed along the outputs
+                words = (-(-O * _BITS[form.qtype] // 32), groups)
+                headers.append(Header(f"{name}_zero_point", np.dtype(np.int32), words))
         return headers
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns one of the tensors to write."""
-        of, _, suffix = name.rpartition("_")
+        of, _, suffix = name.removesuffix("_point").rpartition("_")
         if name in self.forms:
             return self._values.tensor(name).astype(_numpy_dtype(self.forms[name].qtype))
         if of not in self.forms:
@@ -174,12 +187,15 @@ class _Writer:
         form = self.forms[of]
         if suffix == "packed":
             return _packed(self._values.tensor(of), _BITS[form.qtype])
-        scale = self._scales.tensor(of)
-        groups = scale.reshape(len(scale), -1, form.group or scale.shape[1])  # [O, I] -> [O, G, g]
+        factor = (self._zeros if suffix == "zero" else self._scales).tensor(of)
+        groups = factor.reshape(len(factor), -1, form.group or factor.shape[1])  # [O, I] -> [O, G, g]
         if (groups != groups[..., :1]).any():
             raise ValueError(
                 f"{of} has scales that are shared by outputs, not by inputs: maxlib.quantization.save writes every format"
             )
+        if suffix == "zero":
+            points = np.ascontiguousarray(groups[..., 0].T)  # [O, G] -> [G, O]
+            return np.ascontiguousarray(_packed(points, _BITS[form.qtype]).T)
         return groups[..., 0].astype(self.dtype)
 
     def quantization(self) -> dict[str, Any]:

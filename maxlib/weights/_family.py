@@ -27,7 +27,14 @@ from maxlib.weights._hub import import_hub, model_directory
 from maxlib.weights._loading import load
 from maxlib.weights._saving import check_reads_back, write_weights
 from maxlib.weights._table import Table
-from maxlib.weights.export import add_end_of_turn, default_card, whole_directory, write_companions, write_json
+from maxlib.weights.export import (
+    add_end_of_turn,
+    default_card,
+    whole_directory,
+    with_ids,
+    write_companions,
+    write_json,
+)
 from maxlib.weights.files import MAX_SHARD_BYTES, QUANTIZED
 
 logger = logging.getLogger(__name__)
@@ -291,11 +298,11 @@ def save_pretrained(
         ids = write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=chat_template, generation=generation
         )
-        # An id that a family needs, and writes itself, is not overridden by an unknown one.
-        known = {name: value for name, value in ids.items() if value is not None or name not in config}
-        write_json(part / "config.json", config | known | {"dtype": stored.name, "torch_dtype": stored.name} | extra)
+        write_json(
+            part / "config.json", with_ids(config, ids) | {"dtype": stored.name, "torch_dtype": stored.name} | extra
+        )
         if "eos_token_id" not in (generation or {}):
-            add_end_of_turn(part)
+            add_end_of_turn(part, getattr(tokenizer, "eos_token_id", None))
         if model_card:
             if model_card is True:
                 model_card = default_card(Path(directory).name, config, nn.num_parameters(model))

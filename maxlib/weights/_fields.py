@@ -20,7 +20,15 @@ def num_heads(c: Any) -> int:
 
 
 def equal_heads(c: Any) -> int:
-    """Returns `dim / num_heads`: what a null `head_dim` means, and in many families an absent one."""
+    """Returns `dim / num_heads`: what a null `head_dim` means, and in many families an absent one.
+
+    Raises ValueError if the heads do not divide the width.
+    """
+    if c.dim % c.num_heads:
+        raise ValueError(
+            f"num_attention_heads must divide hidden_size, or head_dim say how wide heads are, got {c.num_heads} heads "
+            f"for {c.dim} without head_dim."
+        )
     return c.dim // c.num_heads
 
 
@@ -136,7 +144,9 @@ class Fields:
             value = parent.take(last, kind=kind)
         else:
             nullable = optional or null not in (dataclasses.MISSING, REQUIRED)
-            value = parent.take(last, _resolved(absent, c), kind=kind, nullable=nullable)
+            is_stated = parent.take(last, None, kind=object) is not None
+            default = REQUIRED if is_stated else _resolved(absent, c)  # a function may refuse the other fields
+            value = parent.take(last, default, kind=kind, nullable=nullable)
         if value is None and not optional:
             value = _resolved(null, c)
         return tuple(value) if kind is list and value is not None else value

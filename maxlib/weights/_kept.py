@@ -1,9 +1,10 @@
-"""Weights that stay in the few bits in which the files have them: `nn.quantized.QuantizedWeight` from two factors.
+"""Weights that stay in the few bits in which the files have them: `nn.quantized.QuantizedWeight` from their factors.
 
-Both factors go through the model's weight table like plain tensors, the scales repeated over the matrix. A layer's
-weight is kept if its last dimension is a part of the inputs, and all of its tensors have one layout.
+All factors go through the model's weight table like plain tensors, scales and zero points repeated over the matrix. A
+layer's weight is kept if its last dimension is a part of the inputs, and all of its tensors have one layout.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -63,19 +64,21 @@ def keep(
                 axes=sites.axes_of(layer),
                 summed=layer.w.get_metadata().get("summed"),
             )
-            return sites.replace(layer, w=weight)
+            return sites.replace(layer, w=weight.with_zeros() if layout.has_zeros else weight)
 
         new = nn.stack.map_layers(quantized, site)
         value = site.w.get_value()
         reader = _Reader(plan, stored, f"{path}.w", jax.ShapeDtypeStruct(value.shape, value.dtype), new.w)
-        readers[f"{path}.w.values"], readers[f"{path}.w.scale"] = reader.values, reader.scale
+        readers[f"{path}.w.values"] = reader.values
+        for factor in ("scale", "zeros") if layout.has_zeros else ("scale",):
+            readers[f"{path}.w.{factor}"] = functools.partial(reader.of_groups, factor)
         return new
 
     new = jax.eval_shape(lambda model: sites.map_sites(model, change), abstract)
     if left:
         logger.warning(
             "these quantized weights are read in full precision, because nn.quantized.QuantizedWeight has no such layout "
-            "(zero points or groups in another order): %s",
+            "(groups in another order): %s",
             ", ".join(left),
         )
     return new, readers
@@ -91,7 +94,7 @@ def _packed(plan: WeightMapping, stored: Mapping[str, Stored], path: str) -> lis
 
 def _common(packed: list[Packed], site: Any) -> Layout | None:
     """Returns the layout of a leaf; None if tensors differ in it, or groups are not along the last dimension."""
-    layouts = {(tensor.layout.qtype, tensor.layout.group) for tensor in packed}
+    layouts = {(tensor.layout.qtype, tensor.layout.group, tensor.layout.has_zeros) for tensor in packed}
     last_is_output = -1 in sites.dimensions(site)[1]
     if len(layouts) > 1 or (last_is_output and packed[0].layout.group is not None):
         return None
@@ -100,17 +103,18 @@ def _common(packed: list[Packed], site: Any) -> Layout | None:
 
 @dataclass(frozen=True)
 class _Factor(Stored):
-    """The values or the scales of a packed tensor, in the shape of the tensor."""
+    """The "values", "scale" or "zeros" of a packed tensor, in the shape of the tensor."""
 
     as_stored: ClassVar[bool] = False
     packed: Packed
-    scale: bool
+    factor: str
 
     def view(self) -> np.ndarray:
-        factors, qtype = self.packed.factors(), self.packed.layout.qtype
-        if self.scale:
-            return np.broadcast_to(factors.scale, self.shape)
-        values = factors.values if factors.codes is None else factors.codes
+        factors, layout = self.packed.factors(), self.packed.layout
+        if self.factor != "values":
+            return np.broadcast_to(getattr(factors, self.factor), self.shape)
+        values, qtype = factors.values if layout.has_zeros else factors.numbers, layout.qtype
+        values = values if factors.codes is None else factors.codes
         low, high = _RANGES.get(qtype or "", (-math.inf, math.inf))
         if qtype in _RANGES and (values.min() < low or values.max() > high):
             raise ValueError(
@@ -124,44 +128,50 @@ class _Reader:
     """Reads the arrays of one quantized weight."""
 
     def __init__(self, plan: WeightMapping, stored: Mapping[str, Stored], path: str, plain: Any, w: Any):
-        def factors(scale: bool) -> dict[str, Stored]:
+        def leaf(factor: str, dtype: Any) -> Leaf:
             names = {use.hf_name for use in plan.filling[path] if isinstance(use, Piece)}
             tensors = {name: stored[name] for name in names}
-            return {
-                n: _Factor(t.path, t.offset, t.dtype, t.shape, t, scale)
+            factors: dict[str, Stored] = {
+                n: _Factor(t.path, t.offset, t.dtype, t.shape, t, factor)
                 for n, t in tensors.items()
                 if isinstance(t, Packed)
             }
+            return Leaf(path, plain, plan, factors, dtype)
 
         self.path, self.shape, self.qtype = path, plain.shape, w.qtype
         self.scales = w.scale.get_value().shape
         dtype = {"int4": np.int8, "nf4": np.uint8}.get(w.qtype) or np.dtype(getattr(ml_dtypes, w.qtype, w.qtype))
-        self._values = Leaf(path, plain, plan, factors(scale=False), dtype)
-        self._scale = Leaf(path, plain, plan, factors(scale=True), np.float32)
+        self._leaves = {
+            "values": leaf("values", dtype),
+            "scale": leaf("scale", np.float32),
+            "zeros": leaf("zeros", np.int8),
+        }
 
     def values(self, cut: Cut) -> np.ndarray:
         """Reads a part of the values as they are stored."""
         if self.qtype not in nn.quantized.FOUR_BITS:
-            return self._values.read(cut)
+            return self._leaves["values"].read(cut)
         start, stop, _ = cut[-1].indices(self.shape[-1] // 2)
-        return nn.quantized.pack(self._values.read((*cut[:-1], slice(2 * start, 2 * stop))))
+        return nn.quantized.pack(self._leaves["values"].read((*cut[:-1], slice(2 * start, 2 * stop))))
 
-    def scale(self, cut: Cut) -> np.ndarray:
-        """Reads a part of the scales, one index of the first dimension at a time if there are more than two."""
+    def of_groups(self, factor: str, cut: Cut) -> np.ndarray:
+        """Reads a part of the scales or zero points, one index of the first dimension at a time if there are more than
+        two.
+        """
         first, *rest = (slice(*s.indices(n)) for s, n in zip(cut, self.scales, strict=True))
         if len(self.shape) < 3 or self.scales[0] != self.shape[0]:
-            return self._reduced((first, *rest))
-        rows = [self._reduced((slice(i, i + 1), *rest)) for i in range(first.start, first.stop)]
+            return self._reduced(factor, (first, *rest))
+        rows = [self._reduced(factor, (slice(i, i + 1), *rest)) for i in range(first.start, first.stop)]
         return np.concatenate(rows)
 
-    def _reduced(self, cut: Cut) -> np.ndarray:
-        """Reads the scales of a part of the matrix, and takes one for all values that share it."""
+    def _reduced(self, factor: str, cut: Cut) -> np.ndarray:
+        """Reads the scales or zero points of a part of the matrix, and takes one for all values that share it."""
         sides = [size // count for size, count in zip(self.shape, self.scales, strict=True)]
-        full = self._scale.read(tuple(slice(s.start * n, s.stop * n) for s, n in zip(cut, sides, strict=True)))
+        full = self._leaves[factor].read(tuple(slice(s.start * n, s.stop * n) for s, n in zip(cut, sides, strict=True)))
         # [A, B] -> [A / a, a, B / b, b]
         pairs = [(size // side, side) for size, side in zip(full.shape, sides, strict=True)]
         blocks = full.reshape([n for pair in pairs for n in pair])
         taken = blocks[tuple(slice(None) if n % 2 == 0 else slice(0, 1) for n in range(blocks.ndim))]
         if not (blocks == taken).all():
-            raise ValueError(f"{self.path} must have scales that its groups share: read it without keep_quantized")
+            raise ValueError(f"{self.path} must have one {factor} for each group: read it without keep_quantized")
         return taken.reshape([count for count, _ in pairs])

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,19 +29,26 @@ _UNUSED = re.compile(r".*\.(input|output|[kqv])_(scale|zero_point|global_scale|s
 
 @dataclass(frozen=True)
 class Factors:
-    """A matrix as `values * scale`.
+    """A matrix as `values * scale`, or `(values - zeros) * scale`.
 
     Attributes:
         values: Numbers of few bits, `O I`.
         scale: float32, of the shape of `values` or one that broadcasts to it.
         dtype: Dtype to which the product is rounded.
         codes: For values from a table, their indices in it, `O I`.
+        zeros: Zero points, of a shape as that of `scale`.
     """
 
     values: np.ndarray
     scale: np.ndarray
     dtype: np.dtype
     codes: np.ndarray | None = None
+    zeros: np.ndarray | None = None
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Returns the values less their zero points."""
+        return self.values if self.zeros is None else self.values.astype(np.int16) - self.zeros
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,13 @@ class Layout:
         shape: Shape of the weight, `O I`.
         qtype: Type that has all its values; None if the factors cannot be stored.
         group: Number of neighbouring inputs that share a scale; None if all inputs of an output do.
+        has_zeros: True if its groups have zero points.
     """
 
     shape: tuple[int, ...]
     qtype: str | None = None
     group: int | None = None
+    has_zeros: bool = False
 
 
 Parts = Mapping[str, Stored]
@@ -104,7 +113,7 @@ class Packed(Stored):
     def view(self) -> np.ndarray:
         """Returns the values, rounded once to the dtype of the method."""
         factors = self.factors()
-        return (factors.values.astype(np.float32) * factors.scale).astype(factors.dtype)
+        return (factors.numbers.astype(np.float32) * factors.scale).astype(factors.dtype)
 
 
 def quantization_of(directory: str | Path) -> Mapping[str, Any]:
@@ -208,12 +217,13 @@ def _words(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     return (numbers << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
 
 
-def _without_zeros(
-    codes: np.ndarray, zeros: np.ndarray, scale: np.ndarray, groups: np.ndarray | None = None
+def _signed(
+    bits: int, codes: np.ndarray, zeros: np.ndarray, scale: np.ndarray, groups: np.ndarray | None = None
 ) -> Factors:
     """Returns the factors of unsigned numbers `O I`, with a zero point and a scale for each group, `O G`.
 
     Args:
+        bits: Bits of a number; half of their range is subtracted from numbers and zero points.
         codes: The numbers.
         zeros: The zero points.
         scale: The scales.
@@ -223,8 +233,8 @@ def _without_zeros(
     groups = np.arange(I) // (I // G) if groups is None else groups
     if len(groups) and not (groups.min() >= 0 and groups.max() < G):
         raise ValueError(f"groups must be in [0, {G}), got {groups.min()} to {groups.max()}")
-    values = codes.astype(np.int16) - zeros.astype(np.int16)[:, groups]
-    return Factors(values, scale.astype(np.float32)[:, groups], scale.dtype)
+    values, zeros = (array.astype(np.int16) - (1 << bits - 1) for array in (codes, zeros))
+    return Factors(values, scale.astype(np.float32)[:, groups], scale.dtype, zeros=zeros[:, groups])
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], blocks: Sequence[int] | None = None) -> np.ndarray:
@@ -303,12 +313,11 @@ def _packed_weights(bits: Collection[int], sizes: Collection[int]) -> Scheme:
         if "weight_shape" not in parts:
             raise ValueError("packed integers need weight_shape")
         shape = tuple(map(int, parts["weight_shape"].view()))
-        # The difference of number and zero point needs a bit more.
-        needed = width(packed.shape, shape) + ("weight_zero_point" in parts)
+        qtype = "int4" if width(packed.shape, shape) <= 4 else "int8"
         if "weight_g_idx" in parts:
             return Layout(shape)
-        qtype = "int4" if needed <= 4 else "int8" if needed <= 8 else None
-        return _sized(_layout(shape, qtype, scale), sizes)
+        layout = _sized(_layout(shape, qtype, scale), sizes)
+        return replace(layout, has_zeros="weight_zero_point" in parts)
 
     def width(packed: tuple[int, ...], shape: tuple[int, ...]) -> int:
         fitting = [n for n in sorted(bits) if packed == (shape[0], -(-shape[1] * n // 32))]
@@ -326,7 +335,7 @@ def _packed_weights(bits: Collection[int], sizes: Collection[int]) -> Scheme:
         zeros = np.full(scale.shape, 1 << n - 1)
         if "weight_zero_point" in arrays:  # packed along the outputs: [O / 8, G] words -> [G, O] -> [O, G]
             zeros = _words(arrays["weight_zero_point"].T, n, O).T
-        return _without_zeros(_words(packed, n, I), zeros, scale, arrays.get("weight_g_idx"))
+        return _signed(n, _words(packed, n, I), zeros, scale, arrays.get("weight_g_idx"))
 
     optional = ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
     name, tensors = "compressed-tensors' packed weights", ("weight_packed", "weight_scale")
@@ -340,18 +349,17 @@ def _narrow_weights(blocks: Sequence[int] | None = None) -> Scheme:
         weight = parts["weight"]
         if len(weight.shape) != 2 or weight.dtype not in (np.int8, *_FLOAT8):
             raise ValueError("a weight with scales must be int8 or a float8, and a matrix")
-        qtype = None if "weight_zero_point" in parts else weight.dtype.name
-        return _layout(weight.shape, qtype, parts["weight_scale"].shape, blocks)
+        layout = _layout(weight.shape, weight.dtype.name, parts["weight_scale"].shape, blocks)
+        return replace(layout, has_zeros="weight_zero_point" in parts and weight.dtype == np.int8)
 
     def unpack(arrays: _Arrays) -> Factors:
         values, scale = arrays["weight"], arrays["weight_scale"]
         if scale.dtype == np.uint8:  # MXFP8
             return Factors(values, _spread(_e8m0(scale), values.shape), np.dtype(ml_dtypes.bfloat16))
-        spread = _spread(scale, values.shape, blocks)
+        zeros = None
         if "weight_zero_point" in arrays and values.dtype == np.int8:
             zeros = _spread(arrays["weight_zero_point"], values.shape, blocks).astype(np.int16)
-            values = values.astype(np.int16) - zeros
-        return Factors(values, spread, scale.dtype)
+        return Factors(values, _spread(scale, values.shape, blocks), scale.dtype, zeros=zeros)
 
     name, tensors = "int8 or FP8 with weight_scale", ("weight", "weight_scale")
     return Scheme(name, "weight_scale", tensors, ("weight_zero_point",), layout, unpack)
@@ -409,8 +417,7 @@ def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
         )
     ordered = not quantization.get("desc_act", False)
     sizes = _group_sizes(quantization)
-    least = bits if quantization.get("sym", True) else bits + 1  # bits of a number less its zero point
-    qtype = "int4" if least <= 4 else "int8" if least <= 8 else None
+    qtype, has_zeros = "int4" if bits <= 4 else "int8", not quantization.get("sym", True)
 
     def layout(parts: Parts) -> Layout:
         words, O = parts["qweight"].shape
@@ -418,7 +425,7 @@ def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
         if "g_idx" not in parts and not ordered:
             raise ValueError("with desc_act there must be a g_idx, the group of each input")
         groups = _count_groups(parts, (O, I), bits)
-        layout = Layout((O, I), qtype if ordered else None, None if groups == 1 else I // groups)
+        layout = Layout((O, I), qtype if ordered else None, None if groups == 1 else I // groups, has_zeros)
         return layout if "g_idx" in parts else _sized(layout, sizes)
 
     def unpack(arrays: _Arrays) -> Factors:
@@ -426,7 +433,7 @@ def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
         codes = _words(arrays["qweight"].T, bits, arrays["qweight"].shape[0] * 32 // bits)
         zeros = _words(arrays["qzeros"], bits, len(codes))  # [G, O]
         zeros = zeros + 1 & (1 << bits) - 1 if form == "gptq" else zeros
-        return _without_zeros(codes, zeros.T, arrays["scales"].T, arrays.get("g_idx"))
+        return _signed(bits, codes, zeros.T, arrays["scales"].T, arrays.get("g_idx"))
 
     return (Scheme("GPTQ", "qweight", ("qweight", "qzeros", "scales"), ("g_idx",), layout, unpack),)
 
@@ -455,7 +462,7 @@ def _awq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
 
     def layout(parts: Parts) -> Layout:
         I, O = parts["qweight"].shape[0], parts["qweight"].shape[1] * 8
-        layout = Layout((O, I), "int8", I // _count_groups(parts, (O, I), bits))
+        layout = Layout((O, I), "int4", I // _count_groups(parts, (O, I), bits), has_zeros=True)
         return _sized(layout, _group_sizes(quantization))
 
     def numbers(words: np.ndarray) -> np.ndarray:
@@ -464,7 +471,7 @@ def _awq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
         return nibbles[..., _AWQ_ORDER].reshape(len(words), -1).T
 
     def unpack(arrays: _Arrays) -> Factors:
-        return _without_zeros(numbers(arrays["qweight"]), numbers(arrays["qzeros"]), arrays["scales"].T)
+        return _signed(bits, numbers(arrays["qweight"]), numbers(arrays["qzeros"]), arrays["scales"].T)
 
     return (Scheme("AWQ", "qweight", ("qweight", "qzeros", "scales"), (), layout, unpack),)
 

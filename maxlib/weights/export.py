@@ -5,7 +5,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jinja2.exceptions import SecurityError
 
 import maxlib
 from maxlib._utils.files import read_json_object
-from maxlib.tokenization import ChatTemplate, load_tokenizer
+from maxlib.tokenization import ChatTemplate, load_tokenizer, special_tokens
 from maxlib.weights.buckets import is_bucket, whole_in_bucket
 from maxlib.weights.files import OWN_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 
@@ -48,9 +48,12 @@ def write_companions(
     if stored or generation is not None:
         write_json(part / GENERATION, {**stored, **(generation or {})})
     if tokenizer is not None:
-        write_tokenizer(tokenizer, part)
+        write_tokenizer(tokenizer, part, {} if source is None else special_tokens(source))
+        if chat_template is None and source is not None and not (part / "chat_template.jinja").exists():
+            with suppress(FileNotFoundError):  # of a source whose tokenizer_config.json has it, which was not copied
+                chat_template = ChatTemplate.from_directory(source)
     if chat_template is not None:
-        (part / "chat_template.jinja").write_text(chat_template.source, encoding="utf-8")
+        chat_template.save(part)
     config = {} if source is None else _read(source / "config.json")
     inner = config.get("text_config") or {}
     return first_ids(generation or {}, config, inner, stored, {name: getattr(tokenizer, name, None) for name in IDS})
@@ -76,6 +79,11 @@ def first_ids(*known: Mapping[str, Any]) -> dict[str, Any]:
     return {name: next((ids[name] for ids in known if ids.get(name) is not None), None) for name in IDS}
 
 
+def with_ids(config: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of config.json with ids; an unknown one does not override one that the family writes."""
+    return {**config, **{name: value for name, value in ids.items() if value is not None or name not in config}}
+
+
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
     """Copies the files and folders of a directory whose names match one of the patterns."""
     for path in sorted(source.iterdir()):
@@ -84,14 +92,16 @@ def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
             copy(path, target / path.name)
 
 
-def add_end_of_turn(directory: Path) -> None:
-    """Adds the special token that ends an answer in the chat template to the ids that end a text."""
-    end = _end_of_turn(directory)
+def add_end_of_turn(directory: Path, eos: int | None = None) -> None:
+    """Adds the special token that ends an answer in the chat template, and `eos`, the one that a new tokenizer ends
+    texts with, to the ids that end a text.
+    """
     stored, config = _read(directory / GENERATION), _read(directory / "config.json")
     ids = first_ids(stored, config, config.get("text_config") or {})["eos_token_id"]
     known = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if end is not None and end not in known:
-        write_json(directory / GENERATION, {**stored, "eos_token_id": [*known, end]})
+    ends = dict.fromkeys(end for end in (eos, _end_of_turn(directory)) if end is not None and end not in known)
+    if ends:
+        write_json(directory / GENERATION, {**stored, "eos_token_id": [*known, *ends]})
 
 
 def _end_of_turn(directory: Path) -> int | None:
@@ -110,16 +120,23 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def write_tokenizer(tokenizer: Any, directory: Path) -> None:
+def write_tokenizer(tokenizer: Any, directory: Path, special: Mapping[str, str | None]) -> None:
     """Writes a Hugging Face tokenizer, or a `tokenizers.Tokenizer` such that `transformers.AutoTokenizer` opens it.
 
-    Raises TypeError for anything else.
+    Args:
+        tokenizer: The tokenizer.
+        directory: Where to write.
+        special: Special tokens by name; a `tokenizers.Tokenizer` does not say them, and gets those that it has.
+
+    Raises:
+        TypeError: For anything else.
     """
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(directory)
     elif hasattr(tokenizer, "save") and hasattr(tokenizer, "to_str"):
         tokenizer.save(str(directory / "tokenizer.json"))
-        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        known = {name: text for name, text in special.items() if text and tokenizer.token_to_id(text) is not None}
+        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | known)
     else:
         raise TypeError(
             f"tokenizer must be a tokenizers.Tokenizer or a Hugging Face tokenizer, got {type(tokenizer).__name__}"

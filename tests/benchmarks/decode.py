@@ -103,7 +103,10 @@ def start_llama_cpp(model: transformers.LlamaForCausalLM, rows: int, new_tokens:
         # llama.cpp wants a tokenizer; prompts and texts are ids.
         words = [*pre_tokenizers.ByteLevel.alphabet(), *(a + b for a in string.ascii_lowercase for b in "ab")]
         tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("a", "b")]))
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         tokenizer.save(f"{folder}/tokenizer.json")
         file = Path(folder) / "model.gguf"
         weights.save_gguf(folder, file, dtype="float32")

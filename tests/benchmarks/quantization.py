@@ -4,15 +4,16 @@ batches of real text.
     python -m tests.benchmarks.quantization [--steps 300 --dim 128 --seed 0] [--formats full int8 fp8] [--json out.json]
     python -m tests.benchmarks.quantization --dtype bfloat16 --formats full fp8_block --draw docs/fp8_block.png
 
-`--shake 1` changes all initial values by 1e-4 of each: what two such runs differ by is noise.
+`--shake 1` changes all initial values by 1e-4 of each: what two such runs differ by is noise. `--switch 0.8` takes the
+last fifth of the steps in full precision, as NVIDIA ends its training in NVFP4.
 
-Prints the validation loss of each, its difference from full precision, what rounding changes in the loss of the model
-that was trained in full precision (at equal weights nothing is chaotic), bytes of the parameters, the share of the
-matmul FLOPs of a training step whose operands are quantized, the time of a step against full precision, and the mean
-training loss of every tenth of the steps; `--draw` draws these. Runs that `--json` already holds are not repeated, so
-one call for each model and format, and a last one for both, give the same table and picture. `--steps 360 --dim 448
---layers 4 --vocab 4096 --batch 4 --length 256` is the main job. What quantization after training does:
-`tests/benchmarks/ptq.py`.
+Prints the validation loss of each, its difference from full precision, what rounding changes in the loss and in the
+gradient of the model that was trained in full precision (at equal weights nothing is chaotic), bytes of the parameters,
+the share of the matmul FLOPs of a training step whose operands are quantized, the time of a step against full
+precision, and the mean training loss of every tenth of the steps; `--draw` draws these. Runs that `--json` already
+holds are not repeated, so one call for each model and format, and a last one for both, give the same table and picture.
+`--steps 360 --dim 448 --layers 4 --vocab 4096 --batch 4 --length 256` is the main job. What quantization after
+training does: `tests/benchmarks/ptq.py`.
 """
 
 import argparse
@@ -95,6 +96,30 @@ def shaken(model, number):
     return nn.combine({path: x * (1 + 1e-4 * y) for (path, x), y in zip(trainable.items(), noise, strict=True)}, rest)
 
 
+def gradient(model, batches, dtype):
+    """The sum of the gradients of batches, by parameter; layers are apart, since formats group them differently."""
+    trainable, rest = nn.partition(nn.unstack(model))
+
+    def total(trainable, batch):
+        return training.NextToken()(nn.combine(trainable, rest), batch, dtype=dtype)[0]
+
+    step = jax.jit(jax.grad(total))
+    of_batches = [step(trainable, batch) for batch in batches]
+    return {path: sum(gradients[path] for gradients in of_batches) for path in trainable}
+
+
+def cosine(a, b):
+    """The cosine of the angle between two gradients."""
+    dot = lambda x, y: float(sum(jnp.vdot(x[path], y[path]) for path in x))
+    return dot(a, b) / (dot(a, a) * dot(b, b)) ** 0.5
+
+
+def in_full_precision(state):
+    """The state of a run that goes on without rounding."""
+    plain = quantization.full_precision(nn.combine(state.trainable, state.rest))
+    return dataclasses.replace(state, rest=nn.partition(plain, nn.tree.is_trainable)[1])
+
+
 def run(build, preset, args, train, held_out):
     start = jax.jit(build)()
     if args.shake:
@@ -110,16 +135,21 @@ def run(build, preset, args, train, held_out):
     step = training.jit_step(step)
     state, metrics = step(state, train[0])
     losses, begin = [metrics["nll"]], time.process_time()
-    for batch in train[1:]:
+    for number, batch in enumerate(train[1:], 1):
+        if number == round(args.switch * args.steps):
+            state = in_full_precision(state)
         state, metrics = step(state, batch)
         losses.append(metrics["nll"])
     seconds = (jax.block_until_ready(losses), time.process_time() - begin)[1] / len(train[1:])
     judge = jax.jit(training.make_eval_step(loss, dtype=dtype))
     judged = training.evaluate(judge, state, held_out)
     for other in [f for f in args.formats if f != "full"] if preset == "full" else []:
-        rounding = quantization.for_training(nn.combine(state.trainable, state.rest), other)
+        plain = nn.combine(state.trainable, state.rest)
+        rounding = quantization.for_training(plain, other)
         low = training.evaluate(judge, training.make_state(rounding, training.adamw(1e-3)), held_out)
-        print(f"  rounded to {other}, these weights lose {low['nll'] / judged['nll'] - 1:+.3%}", flush=True)
+        exact, rounded = (gradient(model, train[:4], dtype) for model in (plain, rounding))
+        change = f"lose {low['nll'] / judged['nll'] - 1:+.3%}, cosine of the gradients {cosine(exact, rounded):.4f}"
+        print(f"  rounded to {other}, these weights {change}", flush=True)
     curve = [float(np.mean(part)) for part in np.array_split(np.array(losses, np.float64), min(10, len(losses)))]
     return {"loss": judged["nll"], "bytes": size, "covered": covered, "seconds": seconds, "curve": curve}
 
@@ -178,13 +208,14 @@ def main():
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--switch", type=float, default=1.0, help="share of the steps that are rounded")
     parser.add_argument("--models", nargs="+", default=["llama", "moe"])
     parser.add_argument("--formats", nargs="+", default=["full", "int8", "int8_gradients", "fp8", "fp8_block"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--draw", type=Path, help="a picture of the curves")
     args = parser.parse_args()
-    results = kept(args, {name: getattr(args, name) for name in (*sizes, "learning_rate", "dtype")})
+    results = kept(args, {name: getattr(args, name) for name in (*sizes, "learning_rate", "switch", "dtype")})
     train, held_out = batches(args)
     columns = ("validation loss", "difference", "bytes", "training FLOPs quantized", "CPU time of a step")
     table = Table("model", "format", *columns)

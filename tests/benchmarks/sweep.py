@@ -44,9 +44,11 @@ CHIPS = ["v5p", "v6e"]  # those that are saved
 RECORDED = Path(__file__).with_suffix(".json")
 # Why a preset's step is slower than 60% of the peak at the roofline, on every slice or on one.
 SLOW = {
+    "deepseek-v4-flash": "four streams and rows of experts 2048 wide pass through memory",
     "deepseek-v2-lite": "rows of experts 1408 wide pass through memory",
     "falcon-h1-0.5b": "the chunks of Mamba-2 pass through memory",
     "gemma4-26b-a4b": "rows of experts 704 wide pass through memory",
+    "glm-5.3-flash": "four streams, the chunks of Kimi delta attention and rows of experts pass through memory",
     "glm-4.7-flash": "rows of experts 1536 wide pass through memory",
     "gpt-oss-120b": "rows of experts pass through memory: 4 of 128 per token, with biases",
     "gpt-oss-20b": "rows of experts pass through memory: 4 of 32 per token, with biases",
@@ -108,6 +110,7 @@ MISSING = {
 OPEN: set[tuple[str, str]] = set()
 # Why one computes more than 1.45 times the model's FLOPs.
 COSTLY = {
+    "deepseek-v4-flash": "blocks of 256 keys for a window of 128, entries that a mask hides",
     "gpt3-52k": "a toy, narrower than a tile",
 }
 

@@ -93,6 +93,29 @@ def test_patches_are_those_of_transformers(size, omni, tmp_path):
     assert got.pixels.shape[1] == ours.patch_dim and ours.image_token == 7
 
 
+@pytest.mark.parametrize("size", [(45, 70), (7, 9), (301, 40), (250, 300)])
+def test_patches_of_glm4v_are_those_of_transformers(size, tmp_path):
+    """Its files count the pixels of both frames; 7 x 9 are narrower than a square of patches."""
+    pytest.importorskip("torch")
+    module = pytest.importorskip("transformers.models.glm4v.image_processing_pil_glm4v")
+    fields = {
+        "image_processor_type": "Glm4vImageProcessor",
+        "size": {"shortest_edge": 2 * 32 * 48, "longest_edge": 2 * 128 * 128},
+        "patch_size": 8,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.5, 0.25, 0.2],
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 7}))
+    got = data.ImageProcessor.from_directory(tmp_path)(image := rgb(*size))
+    del fields["image_processor_type"]
+    want = module.Glm4vImageProcessorPil(**fields)(images=[image.transpose(2, 0, 1)], return_tensors="np")
+    np.testing.assert_array_equal(got.grids, want["image_grid_thw"])
+    np.testing.assert_allclose(got.pixels, want["pixel_values"], rtol=0, atol=1e-5)
+
+
 PLACES = "image", "image_break", "image_end"
 WORDS = {"[IMG]": 60, "[IMG_BREAK]": 58, "[IMG_END]": 59}
 SHAPES = [(64, 96), (45, 70), (7, 9), (301, 40), (200, 300), (31, 400), (1, 90)]

@@ -105,7 +105,12 @@ def test_the_official_client_reads_completions(model, client):
     assert all(len(top) == 2 and max(top, key=top.get) == f"token_id:{token}"
                for top, token in zip(choice.logprobs.top_logprobs, want.tokens, strict=True))  # fmt: skip
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(ids), len(want.tokens))
-    pieces = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    shown = [TOKENIZER.decode(want.tokens[:n]).rstrip("\ufffd") for n in range(len(want.tokens))]
+    offsets = choice.logprobs.text_offset
+    assert all(length <= offset <= n for n, (offset, length) in enumerate(zip(offsets, map(len, shown), strict=True)))
+    pieces = list(client.completions.create(**options, logprobs=2, stream=True, stream_options={"include_usage": True}))
+    probs = [piece.choices[0].logprobs for piece in pieces if piece.choices and piece.choices[0].logprobs]
+    assert [offset for each in probs for offset in each.text_offset] == offsets
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == choice.text
     assert pieces[-1].usage == got.usage.model_copy(
         update={"prompt_tokens_details": pieces[-1].usage.prompt_tokens_details}
@@ -132,6 +137,8 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(model, client):
     np.testing.assert_allclose(probs.token_logprobs[1:-1], want[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
     np.testing.assert_allclose([max(top.values()) for top in probs.top_logprobs[1:]], want.max(-1), atol=1e-5)
     assert got.choices[0].text.startswith("A wall of bricks")
+    alone = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True)
+    assert alone.choices[0].text == "A wall of bricks" and alone.usage.completion_tokens == 0
 
 
 def test_the_official_client_reads_chats(client):
@@ -144,6 +151,9 @@ def test_the_official_client_reads_chats(client):
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
     probs = got.choices[0].logprobs.content
     assert len(probs) == 9 and probs[0].logprob == pytest.approx(probs[0].top_logprobs[0].logprob)
+    # Bytes, also of tokens that are parts of a character, are those of the text.
+    assert all(len(prob.bytes) == 1 for prob in probs if prob.token)  # ids from 257 on have no text
+    assert b"".join(map(bytes, (prob.bytes for prob in probs))).decode(errors="replace") == content
     prompt = "u:Hia:"
     same = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0)
     assert same.choices[0].text == content
@@ -178,6 +188,10 @@ def test_tools_are_called_and_answered(model, monkeypatch):
         chunks = list(client.chat.completions.create(**options, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Wait <b> "
         assert json.loads(chunks[-1].choices[0].delta.tool_calls[0].function.arguments) == {"a": 1, "b": "x"}
+        script.ids = [*TOKENIZER.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2).ids, EOS]
+        for options_of_calls, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+            (choice,) = client.chat.completions.create(**options, **options_of_calls).choices
+            assert len(choice.message.tool_calls) == count
         answer = [choice.message, {"role": "tool", "tool_call_id": made.id, "content": "2"}]
         script.ids = [*TOKENIZER.encode("It is <too late").ids, EOS]
         (choice,) = client.chat.completions.create(**options | {"messages": [*options["messages"], *answer]}).choices
@@ -255,6 +269,8 @@ GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
                "path": "/v1/chat/completions"}),
         (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
                "path": "/v1/chat/completions"}),
+        (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": "x"}],
+                        "chat_template_kwargs": {"tools": []}}, "path": "/v1/chat/completions"}),
     ],
 )  # fmt: skip
 def test_errors_have_the_shape_of_openai(served, caplog, status, options):

@@ -3,6 +3,7 @@
 import pytest
 
 from maxlib.inference import Generator, stream_text
+from maxlib.inference._text import StopTexts, text_lengths, token_bytes
 from tests.data.kinds_of_tokenizer import every_kind
 
 KINDS = every_kind()
@@ -54,6 +55,26 @@ def test_a_token_costs_the_same_after_any_prompt(kind):
         list(stream_text(Replays(new * 5), counting, prompt * times))
         costs.append(counting.decoded)
     assert costs[0] == costs[1] <= 50 * 5 * len(new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_bytes_and_offsets_of_tokens_are_those_of_the_text(kind):
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    full = tokenizer.decode(ids, skip_special_tokens=False)
+    joined = b"".join(token_bytes(tokenizer, token) for token in ids).decode()
+    assert joined.removeprefix(" ") == full.removeprefix(" ")  # decoders may leave out the first space
+    texts = [tokenizer.decode(ids[:end]) for end in range(1, len(ids))]
+    shown = [next(text for text in texts[n::-1] if not text.endswith(CUT)) for n in range(len(texts))]
+    assert text_lengths(tokenizer, ids[:1], ids[1:])[:-1] == [len(text) - len(texts[0]) for text in shown]
+
+
+def test_the_text_of_a_special_token_ends_a_completion():
+    tokenizer = KINDS["byte"]
+    ids = tokenizer.encode("yes</s> no", add_special_tokens=False).ids
+    ends = [[StopTexts(tokenizer, stop).end(ids[:n]) for n in range(len(ids) + 1)] for stop in (["</s>"], [" n"])]
+    place = ids.index(tokenizer.token_to_id("</s>"))
+    assert ends[0].index(True) == place + 1 and ends[1].index(True) > place + 1
 
 
 def test_bytes_that_never_become_a_character_are_shown():

@@ -104,6 +104,7 @@ def test_newer_deepseek_calls_are_read():
         ('<tool_call>\n{"name": "find", "argum', "hermes"),
         ('<tool_call>{"name": "find", "arguments": [1]}</tool_call>', "hermes"),
         ("<tool_call><function=find><parameter=text>a", "hermes"),
+        ('<tool_call>{"name": "find", "arguments": {"text": NaN}}</tool_call>', "hermes"),
         ("<|python_tag|>search.call(query=1)", "llama3"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{", "deepseek"),
         ("<|channel|>commentary to=functions.find<|message|>nonsense<|call|>", "gpt-oss"),
@@ -112,3 +113,28 @@ def test_newer_deepseek_calls_are_read():
 def test_malformed_calls_are_errors(text, format):
     with pytest.raises(ValueError, match="tool call"):
         parse_tool_calls(text, format)
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "want"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "7", "7"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"type": ["string", "null"]}, '"quoted"', '"quoted"'),
+        ({"type": ["string", "integer"]}, "7", 7),
+        ({"type": ["string", "number"]}, "7", 7),
+        ({"type": ["string", "integer"]}, "true", "true"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"type": "integer"}, "7", 7),
+        ({}, "7", 7),
+        ({}, "NaN", "NaN"),
+        ({"type": "number"}, "-Infinity", "-Infinity"),
+        ({"type": 5, "anyOf": [3], "enum": 1}, "7", 7),
+    ],
+    ids=str,
+)
+def test_a_written_parameter_has_a_type_of_its_schema(schema, written, want):
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    text = f"<tool_call><function=f><parameter=x>\n{written}\n</parameter></function></tool_call>"
+    (call,) = parse_tool_calls(text, "hermes", tools=tools).tool_calls
+    assert call.arguments == {"x": want}

@@ -191,7 +191,9 @@ def test_errors_name_what_is_missing(model, tokens):
         nn.capture(model, "gates")(tokens)
     with pytest.raises(KeyError, match=r"layers \[9\] have no 'gate'"):
         nn.capture(model, "gate", layers=9)(tokens)
-    with pytest.raises(KeyError, match=r"no value named \['gates'\]"):
+    with pytest.raises(KeyError, match=r"layers \[-1, 99\] have no value named 'gate'"):
+        nn.patch(model, {"gate": lambda x, layer: x}, layers=[0, -1, 99])(tokens)
+    with pytest.raises(KeyError, match="the model has no value named 'gates'"):
         nn.patch(model, {"gates": lambda x, layer: x})(tokens)
     with pytest.raises(TypeError, match="must keep its shape and dtype"):
         nn.patch(model, {"gate": lambda x, layer: x[..., :1]})(tokens)

@@ -142,6 +142,14 @@ def test_buckets_are_those_of_transformers():
         np.testing.assert_array_equal(ours[0, 0], theirs.numpy())
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_distance": 16}, {"num_buckets": 1}, {"num_buckets": 3, "bidirectional": True}]
+)
+def test_buckets_need_distances(options):
+    with pytest.raises(ValueError, match="at least 1 and below max_distance"):
+        nn.RelativeBias(1, **options, rngs=nnx.Rngs(0))
+
+
 def test_slopes_of_alibi_are_those_of_the_paper():
     assert nn.ALiBi(8).slopes == [2**-i for i in range(1, 9)]
 

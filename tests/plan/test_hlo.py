@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlib import sharding
 from maxlib.kernels.vector_memory import vmem_of
+from maxlib.ops._attention import splash
 from maxlib.plan._hlo import read_costs
 from maxlib.plan._roofline import estimate
 from maxlib.plan._targets import parse_target
@@ -421,3 +422,21 @@ def test_with_more_vector_memory_a_grouped_matmul_reads_its_rows_less_often():
     wide = GROUPED.replace("256]", "4096]").replace("512", "8192")
     less, more = (read_costs(wide, {"fsdp": 1}, vmem=vmem_of(chip)) for chip in ("TPU v6e", "TPU v5p"))
     assert less.bytes < 0.8 * more.bytes and less.flops == more.flops
+
+
+WINDOW = """
+HloModule jit_step
+
+ENTRY %main (q: bf16[4,1024,512], k: bf16[1,1024,512]) -> bf16[4,1024,512] {
+  %q = bf16[4,1024,512]{2,1,0} parameter(0)
+  %k = bf16[1,1024,512]{2,1,0} parameter(1)
+  ROOT %out = bf16[4,1024,512]{2,1,0} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[4,1024,512]{2,1,0}, bf16[1,1024,512]{2,1,0}, bf16[1,1024,512]{2,1,0}}, metadata={op_name="jit(step)/splash_causal_128/splash_mha_fwd_residuals/pallas_call"}
+}
+"""
+
+
+def test_a_narrow_window_counts_the_blocks_that_the_kernel_visits():
+    block, index = splash.splash_tiles(1024, 1024, 512, 512, 128).forward, jnp.arange(1024)[None]
+    visited = splash._visited(block, jnp.maximum(index - 127, 0), index + 1, 1024, 1024, 1024)
+    assert block.queries == block.keys == 256 and visited.sum() == 7
+    assert read_costs(WINDOW, {"fsdp": 1}).flops == 2 * 4 * 7 * 256**2 * (512 + 512)

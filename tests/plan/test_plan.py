@@ -79,6 +79,15 @@ def test_a_causal_mask_leaves_about_half_the_blocks_that_a_device_cuts(heads, vi
     assert attention_trips("module @jit_step {}") == 1
 
 
+def test_attention_that_is_no_loop_has_no_trips():
+    few, many = (jax.ShapeDtypeStruct((1, tokens, 8, 8), jnp.bfloat16) for tokens in (512, 2048))
+
+    def both(few, many):
+        return ops.attention(few, few, few, implementation="reference"), ops.attention(many, many, many)
+
+    assert attention_trips(jax.jit(both).lower(few, many).as_text()) == (2048 / 256 + 1) / 2
+
+
 def test_jobs_travel_as_text():
     strategy = sharding.FSDP | sharding.SP | {"vocab": None}
     strategy |= sharding.PP_1F1B

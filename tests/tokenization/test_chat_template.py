@@ -53,6 +53,16 @@ def test_found_wherever_directories_keep_it(tmp_path):
     assert stored(tmp_path, tokens | {"chat_template": "old"}, template=short)(TURNS) == want
 
 
+def test_saved_templates_replace_those_that_are_there(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("old")
+    ChatTemplate({"default": "plain", "tool_use": "tools"}).save(tmp_path)
+    read = ChatTemplate.from_directory(tmp_path)
+    assert (read([]), read([], tools=[])) == ("plain", "tools")
+    with pytest.raises(ValueError, match="must be one of default, tool_use"):
+        read([], chat_template="rag")
+
+
 def test_a_directory_without_one_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no chat template, .*pass one as default="):
         stored(tmp_path, {"bos_token": "<s>"})
@@ -208,3 +218,15 @@ def test_the_last_message_is_continued_as_in_transformers(content):
         assert ChatTemplate(template)(chat, **options) == want[0]
     with pytest.raises(ValueError, match="a template that writes the last message"):
         ChatTemplate("{{ messages[0].content }}")(chat, continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_is_continued_as_in_transformers(name):
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    chat = [*TURNS, {"role": "assistant", "content": "", name: "half a "}]
+    template = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }};{% endfor %}"
+    want, _ = utils.render_jinja_template([chat], chat_template=template, continue_final_message=name)
+    assert ChatTemplate(template)(chat, continue_final_message=name) == want[0]
+    for messages in ([], TURNS):
+        with pytest.raises(ValueError, match="continue_final_message needs"):
+            ChatTemplate(template)(messages, continue_final_message=name)

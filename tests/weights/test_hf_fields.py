@@ -67,6 +67,13 @@ def test_what_a_config_leaves_out():
     assert (made.eps, made.num_kv_heads) == (1e-5, 3)  # the constructor's own defaults
 
 
+def test_heads_divide_the_width_or_say_how_wide_they_are():
+    assert read(hidden_size=13, head_dim=5).head_dim == 5
+    for changes in ({}, {"head_dim": None}):
+        with pytest.raises(ValueError, match="must divide hidden_size, or head_dim say .* got 3 heads for 13"):
+            read(hidden_size=13, **changes)
+
+
 def test_what_null_means():
     assert read(num_key_value_heads=None).num_kv_heads == 3
     assert read(softcap=None).cap is None

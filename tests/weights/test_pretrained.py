@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
-from maxlib import inference, nn, ops, quantization, sharding, training, weights
-from maxlib.models import llama
+from maxlib import inference, nn, ops, quantization, sharding, tokenization, training, weights
+from maxlib.models import bert, llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
 from maxlib.weights import _saving
@@ -190,11 +190,28 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_source(model, tmp_path):
     assert (out / "chat_template.jinja").exists() and not (out / "merges.txt").exists()
 
 
+def test_a_bare_tokenizer_keeps_the_template_and_the_special_tokens_of_the_source(model, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    maxlib.save_pretrained(model, source, tokenizer=tiny_tokenizer(), generation={"eos_token_id": 0})
+    stated = {
+        "eos_token": "<eos>",
+        "bos_token": "<not there>",
+        "chat_template": "{{ messages[0].content }}{{ eos_token }}",
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(stated))
+    maxlib.save_pretrained(model, out, like=source, tokenizer=tiny_tokenizer())
+    assert ChatTemplate.from_directory(out)([{"role": "user", "content": "a"}]) == "a<eos>"
+    assert tokenization.special_tokens(out) == {"eos_token": "<eos>"}
+
+
 def test_the_end_of_a_hugging_face_tokenizer_is_taken_over(model, tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), eos_token="<eos>")
     maxlib.save_pretrained(model, tmp_path / "hf", tokenizer=theirs)
     assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 0
+    maxlib.save_pretrained(model, tmp_path / "base", generation={"eos_token_id": [1, 2]})
+    maxlib.save_pretrained(model, tmp_path / "tuned", like=tmp_path / "base", tokenizer=theirs)
+    assert inference.stop_tokens(tmp_path / "tuned") == [1, 2, 0]  # also where the source had another tokenizer
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -276,6 +293,17 @@ def test_quantized_weights_have_a_call_of_their_own(copied, tmp_path):
     with pytest.raises(ValueError, match="write it with maxlib.quantization.save.model, directory., which"):
         maxlib.save_pretrained(small, tmp_path / "out")
     quantization.save(small, tmp_path / "out")
+
+
+def test_ids_that_a_family_needs_are_written_also_without_a_source(tmp_path):
+    """RoBERTa numbers positions from its padding on."""
+    cfg = bert.Config(vocab=8, num_layers=1, dim=8, mlp_dim=8, num_heads=2, num_positions=9, first_position=1)
+    small = jax.eval_shape(lambda: bert.Bert(cfg, rngs=nnx.Rngs(0)))
+    small = nn.combine({path: jnp.zeros(v.shape) for path, v in nn.variables(small).items()}, small)
+    maxlib.save_pretrained(small, tmp_path / "plain")
+    quantization.save(small, tmp_path / "quantized")
+    for name in ("plain", "quantized"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["pad_token_id"] == 0
 
 
 def test_arguments_that_do_not_exist_are_named(exported):

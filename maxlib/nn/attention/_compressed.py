@@ -15,7 +15,7 @@ from maxlib.nn._linear import Einsum
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._compressor import Compressor, EntryCache, rotate_last
 from maxlib.nn.attention._index_loss import Attended, IndexLoss
-from maxlib.nn.attention._indexer import Chosen, Index, Indexer, fix
+from maxlib.nn.attention._indexer import Chosen, Index, Indexer, fix, head_weights
 from maxlib.nn.attention._joint_attention import attend_jointly
 from maxlib.nn.cache import KVCache, LayerCache, RingCache, kv_cache
 from maxlib.nn.decoder._context import Context, context_of
@@ -57,14 +57,13 @@ class EntryIndexer(Indexer):
     Args:
         dim: Width D of the residual stream.
         q_rank: Size R of the latent of queries.
-        num_heads: Number of index heads.
         head_dim: Width of index queries and keys.
-        top_k: Entries that a query attends to.
         rate: Tokens of an entry.
         rope: Rotation of the last `rope.dim` numbers of index queries and keys.
         norm_eps: Epsilon of the compressor's norm.
         trained: False for weights that are stored, but are no parameters.
         rngs: Source of initial values.
+        **options: Those of `Indexer`, whose `top_k` counts entries.
     """
 
     def __init__(
@@ -72,20 +71,17 @@ class EntryIndexer(Indexer):
         dim: int,
         q_rank: int,
         *,
-        num_heads: int,
         head_dim: int,
-        top_k: int,
         rate: int,
         rope: Rope,
         norm_eps: float,
         trained: bool = False,
         rngs: nnx.Rngs,
+        **options: Any,
     ):
-        D, R, I, H = dim, q_rank, num_heads, head_dim
-        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
-        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
-        self.compressor = Compressor(D, H, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
-        self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
+        super().__init__(q_rank, head_dim=head_dim, rope=rope, rngs=rngs, **options)
+        self.weight = head_weights(dim, self.num_heads, rngs=rngs)
+        self.compressor = Compressor(dim, head_dim, rate=rate, overlap=True, rope=rope, norm_eps=norm_eps, rngs=rngs)
         if not trained:
             fix(self)
 

@@ -18,7 +18,7 @@ from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
 from maxlib.nn.decoder._context import Context
 from maxlib.nn.norm import LayerNorm
-from maxlib.ops import Rope, apply_rope
+from maxlib.ops import apply_rope
 from maxlib.sharding import shard_map_by_name
 
 
@@ -69,25 +69,29 @@ class Chosen:
 
 
 class Indexer(nnx.Module):
-    """Base class of indexers, whose subclasses make keys: `sum over heads of w relu(q . k) / sqrt(Hi I)` scores a key.
+    """Base class of indexers, whose subclasses make keys and `weight`: `sum over heads of w relu(q . k) / sqrt(Hi I)`
+    scores a key.
 
     No gradient passes through the choice of the best keys: only an `IndexLoss` trains the weights.
 
-    Attributes:
-        q: Projection of the queries' latent to index queries.
-        weight: Projection of the input to a weight of each head.
-        dim: Width Hi of index queries and keys.
+    Args:
+        q_rank: Size R of the latent of queries, of which the layer's own queries are made too.
         num_heads: Number I of index heads; all share one key.
+        head_dim: Width Hi of index queries and keys.
         top_k: Keys that a query attends to.
-        rope: Rotation of `rope.dim` numbers of index queries and keys: the first ones, unless `_rotate` is overridden.
+        rope: Rotation of the first `rope.dim` numbers of index queries and keys; not used if `_rotate` is overridden.
+        rngs: Source of initial values.
+
+    Attributes:
+        weight: Projection of the input to a weight of each head (`head_weights`).
     """
 
-    q: Einsum
     weight: Einsum
-    dim: int
-    num_heads: int
-    top_k: int
-    rope: Rope
+
+    def __init__(self, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, rope: Any = None, rngs: nnx.Rngs):
+        R, I, H = q_rank, num_heads, head_dim
+        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
+        self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
 
     @property
     def scale(self) -> float:
@@ -160,33 +164,18 @@ class LightningIndexer(Indexer):
     Args:
         dim: Width D of the residual stream.
         q_rank: Size R of the latent of queries.
-        num_heads: Number I of index heads.
         head_dim: Width Hi of index queries and keys.
-        top_k: Keys that a query attends to.
-        rope: Rotation of the first `rope.dim` numbers of index queries and keys.
         trained: False for weights that are stored, but are no parameters.
         rngs: Source of initial values.
+        **options: Those of `Indexer`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        q_rank: int,
-        *,
-        num_heads: int,
-        head_dim: int,
-        top_k: int,
-        rope: Rope,
-        trained: bool = False,
-        rngs: nnx.Rngs,
-    ):
-        D, R, I, H = dim, q_rank, num_heads, head_dim
-        # Queries are made of the latent that the layer's own queries are made of.
-        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
-        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
-        self.k_norm = LayerNorm(H, eps=1e-6)
-        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
-        self.dim, self.num_heads, self.top_k, self.rope = H, I, top_k, rope
+    def __init__(self, dim: int, q_rank: int, *, head_dim: int, trained: bool = False, rngs: nnx.Rngs, **options: Any):
+        super().__init__(q_rank, head_dim=head_dim, rngs=rngs, **options)
+        axes = ("head_dim", "embed")
+        self.k = Einsum("...D,HD->...H", (head_dim, dim), axes, gather_once=True, rngs=rngs)
+        self.k_norm = LayerNorm(head_dim, eps=1e-6)
+        self.weight = head_weights(dim, self.num_heads, rngs=rngs)
         if not trained:
             fix(self)
 
@@ -195,105 +184,9 @@ class LightningIndexer(Indexer):
         return self._rotate(self.k_norm(self.k(x))[:, :, None], ctx)[:, :, 0]
 
 
-NOWHERE = 1 << 30  # a place beyond all keys
-
-
-class PoolIndexer(Indexer):
-    """Base class of indexers of pools of `pool` tokens; a subclass makes the keys of pools.
-
-    Pools count from the first token of a document. A query attends to the `top_k` best of those that are complete, and
-    to the tokens since the last one, its own included. A pool is known by its place: the place `j` is that of the only
-    pool that may end at one of the keys from `j * pool` to `(j + 1) * pool - 1`.
-
-    Attributes:
-        pool: Tokens of a pool.
-    """
-
-    pool: int
-
-    def choose(self, index: Index, bounds: tuple[Int[Array, "B T"], Int[Array, "B T"]]) -> Chosen:
-        """Returns the tokens of the chosen pools and those since the last pool, for each query's interval of keys."""
-        start, end = bounds
-        first = (start + self.pool - 1) // self.pool  # place of the document's first pool
-        complete = (end - start) // self.pool
-        pools = super().choose(index, (first, first + complete))
-        assert pools.best is not None
-        # The pool at the place j ends at the token j * pool + (start - 1) % pool.
-        begin = self.pool * pools.best + ((start - 1) % self.pool - self.pool + 1)[..., None]
-        begin = jnp.where(pools.among_best(), begin, NOWHERE)
-        # [B, T, K] -> [B, T, K, pool] -> [B, T, K * pool]
-        tokens = begin[..., None] + jnp.arange(self.pool)[None, None, None]
-        tail = (start + self.pool * complete)[..., None] + jnp.arange(self.pool - 1)[None, None]
-        return Chosen(start, end, jnp.concatenate([tokens.reshape(*start.shape, -1), tail], axis=-1))
-
-    def _pools(self, a: Array, ctx: Context | None) -> Array:
-        """Returns the tokens of pools, `B S W` as `B J pool W`.
-
-        Args:
-            a: What is stored of each token.
-            ctx: Context of the tokens; None if each row is one document from its first key on.
-        """
-        B, S = a.shape[:2]
-        a = jnp.pad(a, ((0, 0), (0, -S % self.pool), (0, 0)))
-        if ctx is None or not ctx.packed:
-            return a.reshape(B, -1, self.pool, a.shape[2])
-        ends = jnp.pad((ctx.index - ctx.start + 1) % self.pool == 0, ((0, 0), (0, -S % self.pool)))
-        ends = ends.reshape(B, -1, self.pool)
-        # [B, J]: the last token of the pool at each place.
-        last = jnp.argmax(ends, axis=2) + self.pool * jnp.arange(ends.shape[1])[None]
-        tokens = last[..., None] + (jnp.arange(self.pool) - self.pool + 1)[None, None]
-        return jax.vmap(lambda row, places: row[places])(a, jnp.maximum(tokens, 0))
-
-
-class PooledIndexer(PoolIndexer):
-    """Indexer of pools whose key is a mean of the keys of their tokens, weighted channel by channel (GLM-5.3-Flash).
-
-    Nothing is rotated, and weights are stored and not trained.
-
-    Args:
-        dim: Width D of the residual stream.
-        q_rank: Size R of the latent of queries.
-        num_heads: Number I of index heads.
-        head_dim: Width Hi of index queries and keys.
-        top_k: Pools that a query attends to.
-        pool: Tokens of a pool.
-        rngs: Source of initial values.
-    """
-
-    def __init__(self, dim: int, q_rank: int, *, num_heads: int, head_dim: int, top_k: int, pool: int, rngs: nnx.Rngs):
-        D, R, I, H = dim, q_rank, num_heads, head_dim
-        self.q = Einsum("...R,NHR->...NH", (I, H, R), ("heads", "head_dim", "rank"), gather_once=True, rngs=rngs)
-        self.k = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
-        self.gate = Einsum("...D,HD->...H", (H, D), ("head_dim", "embed"), gather_once=True, rngs=rngs)
-        self.place = nnx.Param(jnp.zeros((pool, H)), axes=("tap", "head_dim"))
-        self.k_norm = LayerNorm(H, eps=1e-6)
-        self.weight = Einsum("...D,ND->...N", (I, D), ("heads", "embed"), rngs=rngs)
-        self.dim, self.num_heads, self.top_k, self.pool = H, I, top_k, pool
-        fix(self)
-
-    @property
-    def key_dim(self) -> int:
-        """Numbers that a cache keeps of a token: its key, and the gate of each channel."""
-        return 2 * self.dim
-
-    def keys(self, x: Float[Array, "B T D"], ctx: Context) -> Float[Array, "B T key_dim"]:
-        """Returns the keys and gates of tokens."""
-        return jnp.concatenate([self.k_norm(self.k(x)), self.gate(x)], axis=-1)
-
-    def compared(self, keys: Float[Array, "B S key_dim"], ctx: Context | None) -> Float[Array, "B J Hi"]:
-        """Returns the keys of pools.
-
-        Args:
-            keys: Those of tokens (`keys`).
-            ctx: Context of the tokens; None if each row is one document from its first key on.
-        """
-        # [B, J, pool, Hi], twice
-        values, gates = jnp.split(self._pools(keys, ctx), 2, axis=-1)
-        gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32)) + self.place[...][None, None]
-        return jnp.sum(jax.nn.softmax(gates, axis=2).astype(values.dtype) * values, axis=2)
-
-    def _rotate(self, x: Array, ctx: Any) -> Array:
-        return x
+def head_weights(dim: int, num_heads: int, *, rngs: nnx.Rngs) -> Einsum:
+    """Makes the projection of an indexer's input of width `dim` to a weight of each head."""
+    return Einsum("...D,ND->...N", (num_heads, dim), ("heads", "embed"), rngs=rngs)
 
 
 def fix(module: nnx.Module) -> None:

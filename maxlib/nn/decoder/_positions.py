@@ -115,6 +115,9 @@ class RelativeBias(nnx.Module):
         bidirectional: True has half of the buckets for keys after the query; False treats them as the query's own.
         init: Initializer, by default normal with standard deviation 0.02.
         rngs: Source of initial values.
+
+    Raises:
+        ValueError: when no buckets are left for single distances, or these exceed `max_distance`.
     """
 
     def __init__(
@@ -127,6 +130,12 @@ class RelativeBias(nnx.Module):
         init: Init | None = None,
         rngs: nnx.Rngs,
     ):
+        exact = num_buckets // (4 if bidirectional else 2)
+        if not 1 <= exact < max_distance:
+            raise ValueError(
+                f"half of the buckets of a side ({exact} of num_buckets={num_buckets}) are single distances: they must be "
+                f"at least 1 and below max_distance, got max_distance={max_distance}"
+            )
         init = normal(0.02) if init is None else init
         self.w = nnx.Param(init(draw_key(rngs), (num_buckets, num_heads), jnp.float32), axes=("position", "heads"))
         self.num_buckets, self.max_distance, self.bidirectional = num_buckets, max_distance, bidirectional

@@ -28,6 +28,7 @@ from maxlib.ops._attention.inputs import AttentionInputs, Results
 from maxlib.ops._attention.masks import StaticMask
 
 LANES = 128  # lanes of a vector register; blocks are multiples of it
+NARROW = 256  # keys of a window that is smaller than the usual blocks
 MOST_PARTS = 8  # partial gradients of the queries, which are summed after the kernel
 MOST_BLOCKS = 2**16  # entries in a table of blocks: two int32 tables take half of a core's scalar memory
 
@@ -75,7 +76,7 @@ class SplashTiles(TileSizes):
         return SplashTiles(self.forward.fit(T, S), self.dq and self.dq.fit(T, S), self.dkv.fit(T, S))
 
 
-def splash_tiles(T: int, S: int, key_dim: int, value_dim: int) -> SplashTiles:
+def splash_tiles(T: int, S: int, key_dim: int, value_dim: int, window: int | None = None) -> SplashTiles:
     """Chooses blocks that fit in 16 MiB of vector memory, as every TPU since v4 has; the choice has not been timed.
 
     For up to eight blocks of keys and heads of at most 128 (up to 8192 tokens) the backward pass is one kernel with
@@ -87,6 +88,11 @@ def splash_tiles(T: int, S: int, key_dim: int, value_dim: int) -> SplashTiles:
     wide = max(key_dim, value_dim) > LANES
     # A causal mask visits (n + 1) / 2n of n x n blocks: 9/16 for n = 8, 10/16 for n = 4.
     size = 512 if S <= 8 * 512 else 1024
+    if window is not None and window <= NARROW and key_dim + value_dim >= 4 * NARROW:
+        # A query of a block of n visits 2n keys. Heads of 512 compute a block of 256 for as long as a step of the grid
+        # takes (0.3 us); narrower heads would wait for the steps of so small blocks.
+        block = SplashBlock(NARROW, NARROW, NARROW).fit(T, S)
+        return SplashTiles(block, block, block)
     # The backward pass holds a block's logits, probabilities and their gradients; the forward pass holds the first two.
     forward = SplashBlock(512 if wide else size, size).fit(T, S)
     backward = SplashBlock(512, 512 if wide else size).fit(T, S)
@@ -117,7 +123,7 @@ def splash(x: AttentionInputs, tiles: SplashTiles | None = None, *, interpret: b
     q, mask_hint = x.q, x.mask_hint
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, x.v.shape
-    tiles = (tiles or splash_tiles(T, S, Hk, Hv)).fit(T, S)
+    tiles = (tiles or splash_tiles(T, S, Hk, Hv, mask_hint.static.window)).fit(T, S)
     spec = Spec(x.softcap, mask_hint.static, tiles, interpret)
     ids = mask_hint.segment_ids if mask_hint.static.segmented else None
     # The kernels have no scale: multiply the queries by it, which rounds them once more.

@@ -111,7 +111,8 @@ def splash_refuses(call: AttentionCall) -> str | None:
 
 
 def _splash_tiles(call: AttentionCall) -> SplashTiles:
-    return splash_tiles(call.queries, call.keys, call.key_dim, call.value_dim)
+    window = None if call.mask is None else call.mask.window
+    return splash_tiles(call.queries, call.keys, call.key_dim, call.value_dim, window)
 
 
 def _names_no_mask(call: AttentionCall) -> str | None:
