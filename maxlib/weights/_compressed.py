@@ -17,6 +17,7 @@ from maxlib.weights.files import Header
 from maxlib.weights.mapping import Tensor
 
 _BITS = {"int4": 4, "int8": 8, "float8_e4m3fn": 8}
+_unpacked = jax.jit(nn.quantized.unpack, static_argnums=1)
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,9 @@ class _Writer:
     def _factor(self, name: str):
         def take(path: str, value: Any, index: int | None) -> np.ndarray:
             w = self._layers[path].w
-            factor = getattr(w, name).get_value()
-            factor = factor if index is None else factor[index]
+            factor = take_array(path, getattr(w, name).get_value(), index)
             if name == "values":
-                factor = nn.quantized.unpack(factor, w.qtype) if w.qtype in nn.quantized.FOUR_BITS else factor
+                factor = _unpacked(jnp.asarray(factor), w.qtype) if w.qtype in nn.quantized.FOUR_BITS else factor
             elif w.group is not None:
                 factor = jnp.repeat(factor, w.group, axis=-1)
             shape = w.shape if index is None else w.shape[1:]

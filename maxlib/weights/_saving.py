@@ -73,8 +73,12 @@ def write_tensors(
 def take_array(path: str, value: Any, index: int | None) -> Any:
     """Returns a leaf, or an index of its first axis.
 
-    Always a new array: an array caches its numpy value, so the whole model would accumulate in host memory.
+    Of an array on one CPU a view, as numpy reads its memory. Elsewhere a new array: an array caches its numpy value, so
+    the whole model would accumulate in host memory.
     """
+    if isinstance(value, jax.Array) and value.is_fully_addressable and [d.platform for d in value.devices()] == ["cpu"]:
+        view = np.asarray(value)
+        return view if index is None else view[index]
     return jnp.copy(value) if index is None else sharding.memory.to_device(value)[index]
 
 

@@ -87,7 +87,9 @@ def test_text_of_a_model_that_sees_all_is_that_of_llada(whole, options):
     assert got.steps == 2 * options["steps"] if "steps" in options else got.steps < 10
 
 
-@pytest.mark.parametrize("options", [{"steps": 2}, {"threshold": 0.05}], ids=["steps", "threshold"])
+@pytest.mark.parametrize(
+    "options", [{"steps": 2}, pytest.param({"threshold": 0.05}, marks=pytest.mark.full)], ids=["steps", "threshold"]
+)
 def test_cached_blocks_equal_uncached_ones(blocks, options):
     """In rows of any length, also of less than a block."""
     got = denoise(blocks, PROMPTS, mask_token=MASK, max_new_tokens=9, **options)

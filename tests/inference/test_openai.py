@@ -24,7 +24,6 @@ from maxlib.tokenization import ChatTemplate
 from tests.nn.tiny import filled, filled_llama
 
 httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
@@ -87,6 +86,7 @@ def served(model):
 
 @pytest.fixture(scope="module")
 def client(served):
+    openai = pytest.importorskip("openai")  # here: it takes a second to import
     return openai.OpenAI(base_url=f"{served[1]}/v1", api_key=KEY, max_retries=0)
 
 
@@ -172,6 +172,7 @@ class Scripted:
 
 
 def test_tools_are_called_and_answered(model, monkeypatch):
+    openai = pytest.importorskip("openai")
     engine, app = make_app(model)
     call = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
     script, submit = Scripted(f"Wait <b> <tool_call>\n{call}\n</tool_call>"), engine.submit

@@ -110,7 +110,7 @@ def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
         np.testing.assert_allclose(np.sum(np.asarray(gradient) * way), slope, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_layer_reports_the_mean_over_its_queries(dense):
     """Documents and padding in a row; of the chosen keys, or of all."""
     weight = 0.5
@@ -158,7 +158,8 @@ def once(dense: bool, gather: bool) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("dense", "gather"), [pytest.param(True, False, marks=pytest.mark.full), (False, False), (False, True)]
+    ("dense", "gather"),
+    [*(pytest.param(dense, False, marks=pytest.mark.full) for dense in (True, False)), (False, True)],
 )
 def test_the_loss_and_the_output_train_different_weights(dense, gather):
     found = once(dense, gather)

@@ -35,7 +35,7 @@ EVERY = [
     tiles.SSDTiles(),
 ]
 named = lambda one: type(one).__name__ if isinstance(one, tiles.TileSizes) else str(one)[:40]
-Q = jax.random.normal(jax.random.key(0), (1, 64, 2, 16))
+Q = np.random.default_rng(0).normal(size=(1, 64, 2, 16)).astype(np.float32)
 
 
 def test_there_is_one_hashable_class_for_each_kernel():
@@ -100,7 +100,8 @@ def test_sizes_in_code_are_part_of_jits_key():
 
 
 def draw(*shapes):
-    return [0.5 * jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    random = np.random.default_rng(0)
+    return [0.5 * random.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
 def delta(q, k, v, rates):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,12 @@ def compiled():
 def test_a_compiled_plan_counts_what_training_holds():
     got = compiled()
     ours = sharding.Layout(sharding.make_mesh(data=2, fsdp=4), sharding.FSDP)
-    model = sharding.init_sharded(lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0)), ours)
-    with sharding.use(ours):
-        state = training.make_state(model, training.adamw(1e-4, mask=training.decay_mask(model)))
-    local = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    build = lambda: llama.Llama(CONFIG, rngs=tiny.nnx.Rngs(0))
+    optimizer = training.adamw(1e-4, mask=training.decay_mask(jax.eval_shape(build)))
+    state = training.abstract_state(build, optimizer, layout=ours)
+    local = lambda tree: sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
     assert got.compiled and got.fits and got.num_parameters == nn.num_parameters(state.trainable)
     assert got.parameters == local((state.trainable, state.rest))
     assert got.optimizer == local(state.opt_state) + local(state.step) + 4

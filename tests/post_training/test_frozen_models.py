@@ -154,7 +154,7 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
 
 def test_a_teacher_may_be_in_int8():
     teacher = jax.tree.map(lambda x: 4 * x, beside().frozen)  # so that its layers matter
-    rounded = quantization.for_inference(teacher, "int8")
+    rounded = jax.jit(lambda model: quantization.for_inference(model, "int8"))(teacher)
     data = jax.tree.map(jnp.asarray, halves())
     loss = jax.jit(lambda both: distilled(both, data, None)[0], compiler_options=tiny.QUICKLY)
     exact, got, want = (

@@ -97,22 +97,25 @@ def model(processor):  # noqa: F811
 
 
 @jax.jit
-def log_probs(models, tokens, images):
-    """Log-probabilities `B T V` of models in float32."""
-    return [jax.nn.log_softmax(m.logits(m(tokens, images=images, dtype=jnp.float32).hidden)) for m in models]
+def log_probs(model, tokens, images):
+    """Log-probabilities `B T V` in float32."""
+    return jax.nn.log_softmax(model.logits(model(tokens, images=images, dtype=jnp.float32).hidden))
 
 
-def alone(models, document) -> list[float]:
-    """The log-probability of an answer by each model, in a row without padding."""
+def alone(model, document) -> float:
+    """The log-probability of an answer, in a row with no other images; the tokens behind it change nothing."""
+    size = len(document["tokens"])
     images = document["images"] if len(document["images"].grids) else None
-    scores, targets = log_probs(models, document["tokens"][None], images), document["targets"]
-    return [float(sum(score[0, i, t] for i, t in enumerate(targets) if t >= 0)) for score in jax.device_get(scores)]
+    scores = jax.device_get(log_probs(model, np.pad(document["tokens"], (0, LENGTH - size))[None], images))
+    return float(sum(scores[0, i, t] for i, t in enumerate(document["targets"]) if t >= 0))
 
 
 def test_dpo_is_that_of_answers_one_by_one(documents, processor, model):  # noqa: F811
-    policy, reference = model, jax.tree.map(lambda w: 0.8 * w, model)
-    halves = [[alone((policy, reference), document[half]) for half in ("chosen", "rejected")] for document in documents]
-    found = [(c, r, rc, rr) for (c, rc), (r, rr) in halves]
+    policy, reference = model, jax.tree.map(lambda w: np.float32(0.8) * np.asarray(w), model)
+    found = [
+        [alone(model, document[half]) for model in (policy, reference) for half in ("chosen", "rejected")]
+        for document in documents
+    ]
     beta = 0.3
     want = sum(np.log1p(np.exp(-beta * ((c - rc) - (r - rr)))) for c, r, rc, rr in found)
     rows = rows_of(documents, processor)

@@ -124,7 +124,11 @@ def rollouts(sampler):
     return pt.completion_batch([[4, 5]] * 8, drawn, [[1.0, -1.0]] * 4, length=6) | {"sampler": sampler}
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 4, "neftune_alpha": 5.0}, {}], ids=["microbatches", "1f1b"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"microbatches": 4, "neftune_alpha": 5.0}, marks=pytest.mark.full), {}],
+    ids=["microbatches", "1f1b"],
+)
 def test_the_loss_compares_itself_with_the_sampler_of_a_batch(options):
     """Rollouts bring their sampler, so nobody has to ask."""
     pipeline = sharding.Pipeline(microbatches=2, schedule="1f1b")

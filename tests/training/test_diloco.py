@@ -1,29 +1,37 @@
 """DiLoCo: against data parallelism and a formula in numpy; no traffic between meetings; resumed as uninterrupted."""
 
 import dataclasses
+import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from maxlib import checkpoint, ops, sharding, training
-from maxlib.models import llama
+from tests.training import tiny
 
-ROWS, LENGTH, RATE = 8, 8, 0.1
+ROWS, LENGTH = 8, 8
+INNER, ADAMW = optax.sgd(0.1), training.adamw(1e-2)
 PLAIN = optax.sgd(1.0)  # an outer step that takes the replicas' mean
+PAIR = training.DiLoCo(replicas=2, every=2)
 
 
 @pytest.fixture(scope="module")
 def model():
-    sizes: Any = {"num_layers": 4, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
-    return llama.Llama(
-        llama.Config(vocab=32, dim=16, mlp_dim=24, rope=ops.Rope(8, max_length=16), **sizes), rngs=nnx.Rngs(0)
-    )
+    return tiny.llama(num_layers=4, head_dim=8, rope=ops.Rope(8, max_length=16))
+
+
+@pytest.fixture(autouse=True)
+def _shared_steps(monkeypatch):
+    """Equal settings share their programs, also those of Trainers."""
+    tiny.share_steps(monkeypatch)
+    monkeypatch.setattr(training.DiLoCo, "wrap", WRAP)
+
+
+WRAP = functools.cache(training.DiLoCo.wrap)
 
 
 def batches(count):
@@ -32,12 +40,12 @@ def batches(count):
     return [{"tokens": jnp.asarray(x[:, :-1]), "targets": jnp.asarray(x[:, 1:])} for x in tokens]
 
 
+@functools.cache
 def make_step(optimizer):
     return training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32, router_bias_update_rate=0)
 
 
-def run(diloco, model, data, optimizer=None):
-    optimizer = optax.sgd(RATE) if optimizer is None else optimizer
+def run(diloco, model, data, optimizer=INNER):
     state, step = (
         diloco.init(training.make_state(training.copy_model(model), optimizer)),
         diloco.wrap(make_step(optimizer)),
@@ -56,9 +64,9 @@ def assert_equal(ours, theirs, **options):
 
 
 def test_meeting_at_every_step_is_data_parallelism(model):
-    optimizer, data = optax.sgd(RATE), batches(3)
+    data = batches(3)
     state, losses = run(training.DiLoCo(replicas=4, every=1, outer=PLAIN), model, data)
-    plain, step = training.make_state(training.copy_model(model), optimizer), training.jit_step(make_step(optimizer))
+    plain, step = training.make_state(training.copy_model(model), INNER), training.jit_step(make_step(INNER))
     for batch, loss in zip(data, losses, strict=True):
         plain, metrics = step(plain, batch)
         assert loss == pytest.approx(float(metrics["loss"]), abs=1e-6)
@@ -83,9 +91,8 @@ def test_averaged_moments_are_those_of_data_parallelism(model):
 
 def numpy_diloco(model, data, diloco, rate, momentum):
     """Each replica by itself with a plain step, and the outer steps in numpy."""
-    optimizer = optax.sgd(RATE)
-    step = jax.jit(make_step(optimizer))
-    states = [training.make_state(model, optimizer) for _ in range(diloco.replicas)]
+    step = jax.jit(make_step(INNER))
+    states = [training.make_state(model, INNER) for _ in range(diloco.replicas)]
     stacked = {path for path in states[0].trainable if path.startswith("layers.")}
     outer = {path: np.asarray(x, np.float64) for path, x in states[0].trainable.items()}
     trace = {path: np.zeros_like(x) for path, x in outer.items()}
@@ -129,7 +136,7 @@ def test_three_meetings_are_those_of_numpy(model, options):
 
 @pytest.fixture(scope="module")
 def exact(model):
-    return run(training.DiLoCo(replicas=2, every=2), model, batches(2))[0].trainable
+    return run(PAIR, model, batches(2))[0].trainable
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,7 @@ def exact(model):
 )
 def test_what_replicas_send_may_be_narrow(model, exact, dtype, step):
     narrow = run(training.DiLoCo(replicas=2, every=2, dtype=dtype), model, batches(2))[0].trainable
-    start = training.make_state(model, optax.sgd(RATE)).trainable
+    start = training.make_state(model, INNER).trainable
     for path in exact:
         moved = np.abs(exact[path] - start[path]).max()
         # Each number is off by at most half a step.
@@ -152,12 +159,11 @@ def test_what_replicas_send_may_be_narrow(model, exact, dtype, step):
 
 def test_on_a_mesh_nothing_crosses_the_slow_network_between_meetings(model):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    layout, data, optimizer = sharding.Layout(mesh, sharding.FSDP_TP), batches(4), training.adamw(1e-2)
-    diloco = training.DiLoCo(replicas=2, every=2)
-    alone, losses = run(diloco, model, data, optimizer)
+    layout, data = sharding.Layout(mesh, sharding.FSDP_TP), batches(4)
+    alone, losses = run(PAIR, model, data, ADAMW)
     with sharding.use(layout):
-        state = diloco.init(training.make_state(training.copy_model(model, layout), optimizer))
-        step = diloco.wrap(make_step(optimizer))
+        state = PAIR.init(training.make_state(training.copy_model(model, layout), ADAMW))
+        step = PAIR.wrap(make_step.__wrapped__(ADAMW))  # another layout, another step
         text = step.lower(state, training.shard_batch(data[0], layout)).compile().as_text() or ""
         for batch, loss in zip(data, losses, strict=True):
             state, metrics = step(state, training.shard_batch(batch, layout))
@@ -181,11 +187,12 @@ def devices(text):
 
 
 def test_a_run_resumed_between_meetings_is_the_uninterrupted_one(model, tmp_path):
+    diloco = training.DiLoCo(replicas=2, every=3, fragments=3, delay=1)
+
     def train(steps, directory):
-        diloco = training.DiLoCo(replicas=2, every=3, fragments=3, delay=1)
         trainer = training.Trainer(
             model,
-            training.adamw(1e-2),
+            ADAMW,
             batches(8),
             diloco=diloco,
             checkpointer=checkpoint.Checkpointer(directory),
@@ -203,10 +210,10 @@ def test_a_run_resumed_between_meetings_is_the_uninterrupted_one(model, tmp_path
 
 
 def test_replicas_come_and_go(model):
-    data, diloco = batches(2), training.DiLoCo(replicas=2, every=2)
-    state, _ = run(diloco, model, data)
-    more, grown = diloco.resized(state, 4)
-    step = more.wrap(make_step(optax.sgd(RATE)))
+    data = batches(2)
+    state, _ = run(PAIR, model, data)
+    more, grown = PAIR.resized(state, 4)
+    step = more.wrap(make_step(INNER))
     for batch in data:
         grown, _ = step(grown, batch)
     fewer, shrunk = more.resized(grown, 1)

@@ -136,16 +136,11 @@ def test_a_pattern_that_fits_nothing_is_an_error():
 
 
 def test_coarse_parameters_whose_changes_are_lost_are_said():
-    """Bits of the weights say what is lost: with a rate of 1e-5 most of them do not move."""
     model = nn.cast(tiny.model(), jnp.bfloat16)
     with pytest.warns(
         UserWarning, match=r"(\d+) of \1 .* are bfloat16.*dtype=jnp\.float32.*bfloat16_moments.*moments=jnp\.bfloat16"
     ):
-        state = training.make_state(model, training.adamw(1e-5))
-    before = {path: np.asarray(x) for path, x in state.trainable.items()}
-    state, _ = jax.jit(training.make_train_step(tiny.loss, training.adamw(1e-5)))(state, tiny.batch())
-    same = np.concatenate([(np.asarray(x) == before[path]).ravel() for path, x in state.trainable.items()])
-    assert same.mean() > 0.5
+        training.make_state(model, training.adamw(1e-5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for optimizer in (training.adamw(1e-4, moments=jnp.bfloat16), training.bfloat16_moments(optax.lion(1e-4))):

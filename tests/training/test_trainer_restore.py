@@ -58,7 +58,6 @@ def test_a_resumed_run_does_not_build_the_model(tmp_path):
 
 STATES = {
     "one device": (None, training.adamw(1e-2)),
-    "fsdp": (sharding.FSDP, training.adamw(1e-2)),
     "zero1 with scales of blocks": (sharding.DP | sharding.ZERO1, training.eight_bit_moments(training.adamw(1e-2))),
     "on the host": (sharding.FSDP | sharding.OFFLOAD_OPTIMIZER, training.adamw(1e-2)),
 }

@@ -33,6 +33,11 @@ def model():
     return jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))()
 
 
+def quantized(model, rules):
+    """In one program: op by op it takes seconds."""
+    return jax.jit(lambda model: quantization.for_inference(model, rules))(model)
+
+
 FORMATS = ["int4", "int4_zeros", "int8_w8a8", *(pytest.param(name, marks=pytest.mark.full) for name in ("int8", "fp8"))]
 
 
@@ -40,7 +45,7 @@ FORMATS = ["int4", "int4_zeros", "int8_w8a8", *(pytest.param(name, marks=pytest.
 def written(request, model, tmp_path_factory):
     """A quantized model, and its directory."""
     path = tmp_path_factory.mktemp("compressed") / request.param
-    small = quantization.for_inference(model, request.param.removesuffix("_zeros"))
+    small = quantized(model, request.param.removesuffix("_zeros"))
     if request.param == "int4_zeros":
         small = with_zeros(small)
     if request.param == "int4":  # GPTQ gives some groups a negative scale
@@ -72,7 +77,7 @@ def test_kept_weights_have_the_same_bits(written):
     for p, value in want.items():
         np.testing.assert_array_equal(nn.variables(got)[p].get_value(), value, err_msg=p)
     dequantized = nn.variables(maxlib.from_pretrained(path))
-    for p, value in nn.variables(quantization.full_precision(small)).items():
+    for p, value in nn.variables(jax.jit(quantization.full_precision)(small)).items():
         np.testing.assert_array_equal(dequantized[p].get_value(), value.get_value(), err_msg=p)
 
 
@@ -124,12 +129,10 @@ def test_awq_stays_in_four_bits(model, tmp_path, caplog):
 
 def test_formats_that_it_lacks_are_named(model, tmp_path):
     with pytest.raises(ValueError, match=r"save_pretrained.*quantization\.save"):
-        maxlib.save_pretrained(quantization.for_inference(model, "int8"), tmp_path / "plain")
+        maxlib.save_pretrained(quantized(model, "int8"), tmp_path / "plain")
     with pytest.raises(ValueError, match=r"q_proj\.weight of shape .* in nf4 cannot be written"):
         rules = quantization.Format("nf4", group=32)
-        maxlib.save_pretrained(
-            quantization.for_inference(model, rules), tmp_path / "nf4", quantized="compressed-tensors"
-        )
+        maxlib.save_pretrained(quantized(model, rules), tmp_path / "nf4", quantized="compressed-tensors")
     with pytest.raises(ValueError, match="the model has no quantized weights"):
         maxlib.save_pretrained(model, tmp_path / "none", quantized="compressed-tensors")
     assert not list(tmp_path.iterdir())
@@ -149,7 +152,7 @@ def test_several_formats_name_their_modules(model, tmp_path):
         quantization.Rule(quantization.INFERENCE["int4"], match="layers.mlp.*"),
         quantization.Rule(quantization.INFERENCE["fp8"]),
     ]
-    small = quantization.for_inference(model, rules)
+    small = quantized(model, rules)
     maxlib.save_pretrained(small, tmp_path / "mixed", quantized="compressed-tensors")
     stated = json.loads((tmp_path / "mixed" / "config.json").read_text())["quantization_config"]
     assert stated["format"] == "mixed-precision"
@@ -166,7 +169,7 @@ def test_layers_in_different_formats_are_dequantized_and_named(model, tmp_path, 
         quantization.Rule(quantization.INFERENCE["int8"], match="layers.mlp.*", layers=(0,)),
         quantization.Rule(quantization.INFERENCE["int4"]),
     ]
-    small = quantization.for_inference(model, rules)
+    small = quantized(model, rules)
     maxlib.save_pretrained(small, tmp_path / "mixed", quantized="compressed-tensors")
     got = maxlib.from_pretrained(tmp_path / "mixed", keep_quantized=True)
     assert "read in full precision" in caplog.text and "layers.groups.0.0.mlp.up" in caplog.text

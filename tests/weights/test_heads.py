@@ -15,7 +15,6 @@ import maxlib
 from maxlib import adapters, nn
 from tests.nn.tiny import filled_llama
 
-peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -117,6 +116,7 @@ def test_adapters_of_a_reward_model_are_those_of_peft(tmp_path):
     tuned = nn.combine(jax.tree.map(lambda x: x + 0.1, params), rest)
     wanted = scores(tuned)
     adapters.save(tuned, tmp_path / "adapter", base=str(tmp_path / "base"))
+    peft = pytest.importorskip("peft")
     read = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     logits = read(torch.tensor(TOKENS, dtype=torch.long), attention_mask=torch.tensor(VALID)).logits
     np.testing.assert_allclose(logits.detach(), last(wanted), rtol=1e-5, atol=1e-5)

@@ -12,12 +12,14 @@ from flax import nnx
 from maxlib import adapters, nn, ops
 from maxlib.models import llama, mixtral
 from maxlib.weights import merging
+from tests.nn.tiny import filled
 
 SIZES: Any = {"vocab": 32, "num_layers": 2, "dim": 16, "mlp_dim": 24, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 
 
-def make(seed):
-    return llama.Llama(llama.Config(**SIZES, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(seed))
+def make(seed, **changes):
+    cfg = llama.Config(**SIZES | changes, rope=ops.Rope(8, max_length=32))
+    return filled(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)), seed)
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +27,22 @@ def models():
     return [make(seed) for seed in range(3)]
 
 
+unstack = jax.jit(nn.unstack)
+
+
 def arrays(model):
-    return {path: np.asarray(v[...]) for path, v in nn.variables(nn.unstack(model)).items()}
+    return {path: np.asarray(v[...]) for path, v in nn.variables(unstack(model)).items()}
+
+
+@jax.jit
+def hidden(model, tokens):
+    return model(tokens, dtype=jnp.float32).hidden
 
 
 def test_an_average_is_weighted_and_keeps_dtypes(models):
-    merged = arrays(merging.average(iter(models), weights=[1, 2, 1]))
-    for path, a, b, c in ((path, *(arrays(model)[path] for model in models)) for path in merged):
-        np.testing.assert_allclose(merged[path], (a + 2.0 * b + c) / 4, atol=1e-6)
+    merged, first, second, third = map(arrays, (merging.average(iter(models), weights=[1, 2, 1]), *models))
+    for path, value in merged.items():
+        np.testing.assert_allclose(value, (first[path] + 2.0 * second[path] + third[path]) / 4, atol=1e-6)
     half = merging.average([jax.tree.map(lambda x: x.astype(jnp.bfloat16), models[0])] * 3)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(half)} == {"bfloat16"}
 
@@ -54,9 +64,10 @@ def test_ties_is_that_of_peft(models, density, majority):
     base = make(7)
     torch, merge_utils = pytest.importorskip("torch"), pytest.importorskip("peft.utils.merge_utils")
     options: Any = {"density": density, "weights": [0.5, 1.0, 2.0], "majority": majority}
-    merged, start = arrays(merging.ties(models, base=base, **options)), arrays(base)
+    ties = jax.jit(lambda models: merging.ties(models, base=base, **options))  # op by op it compiles 200 programs
+    merged, start, *tuned = map(arrays, (ties(models), base, *models))
     for path in merged:
-        changes = [torch.tensor(arrays(model)[path] - start[path]) for model in models]
+        changes = [torch.tensor(values[path] - start[path]) for values in tuned]
         theirs = merge_utils.ties(changes, torch.tensor(options["weights"]), density, majority)
         np.testing.assert_allclose(merged[path], start[path] + theirs.numpy(), atol=1e-5, err_msg=path)
 
@@ -72,20 +83,19 @@ def test_experts_from_a_dense_model_compute_what_it_does():
     dense = make(0)
     sizes: Any = {name: size for name, size in SIZES.items() if name != "mlp_dim"}
     experts: Any = {"expert_dim": 24, "num_experts": 4, "top_k": 2}
-    sparse = mixtral.Mixtral(mixtral.Config(**sizes, **experts, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(1))
-    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 32)
+    cfg = mixtral.Config(**sizes, **experts, rope=ops.Rope(8, max_length=32))
+    sparse = filled(lambda: mixtral.Mixtral(cfg, rngs=nnx.Rngs(0)), 1)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)
     grown = merging.upcycle(dense, sparse)
     assert jax.tree.structure(grown) == jax.tree.structure(sparse)
-    np.testing.assert_allclose(
-        grown(tokens, dtype=jnp.float32).hidden, dense(tokens, dtype=jnp.float32).hidden, atol=1e-5
-    )
-    wider = llama.Llama(llama.Config(**SIZES | {"mlp_dim": 32}, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(hidden(grown, tokens), hidden(dense, tokens), atol=1e-5)
+    wider = make(0, mlp_dim=32)
     with pytest.raises(ValueError, match=r"has no counterpart .*: both must have the same sizes"):
         merging.upcycle(wider, sparse)
 
 
 def test_models_that_do_not_fit_are_refused(models):
-    other = llama.Llama(llama.Config(**SIZES | {"mlp_dim": 32}, rope=ops.Rope(8, max_length=32)), rngs=nnx.Rngs(0))
+    other = make(0, mlp_dim=32)
     merges: Any = (lambda: merging.average([models[0], other]), lambda: merging.slerp(models[0], other, 0.5))
     for merge in merges:
         with pytest.raises(ValueError, match="same config"):

@@ -288,7 +288,8 @@ def test_a_field_that_changes_nothing_is_ignored_by_name(copied):
 
 
 def test_quantized_weights_have_a_call_of_their_own(copied, tmp_path):
-    small = quantization.for_inference(maxlib.from_pretrained(copied[0]), "int8")
+    quantize = jax.jit(lambda model: quantization.for_inference(model, "int8"))  # op by op it takes seconds
+    small = quantize(maxlib.from_pretrained(copied[0]))
     with pytest.raises(ValueError, match="write it with maxlib.quantization.save.model, directory., which"):
         maxlib.save_pretrained(small, tmp_path / "out")
     quantization.save(small, tmp_path / "out")

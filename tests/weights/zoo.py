@@ -128,4 +128,4 @@ FAMILY = Family("zoo", Zoo, Fields(), table, presets={"zoo-tiny": Config()})
 
 
 def zoo(cfg: Config = Config(), seed: int = 0) -> Zoo:
-    return Zoo(cfg, rngs=nnx.Rngs(seed))
+    return jax.jit(lambda: Zoo(cfg, rngs=nnx.Rngs(seed)))()  # op by op it compiles 80 programs

@@ -26,7 +26,7 @@ STATIC = {
     "packed": {"full": ops.StaticMask("full", segmented=True), "causal": ops.StaticMask("causal", segmented=True)},
     "padded": {"causal": ops.StaticMask("causal", segmented=True)},
 }
-BY_DEFAULT = {("full", "one"), ("window", "one"), ("causal", "packed")}  # each mask, and a mask with documents
+BY_DEFAULT = {("window", "one"), ("causal", "packed")}  # a mask of one document and one of several
 NAMED = [
     pytest.param(mask, documents, marks=[pytest.mark.full] * ((mask, documents) not in BY_DEFAULT))
     for documents, masks in STATIC.items()
@@ -83,8 +83,19 @@ def compare(kernel, lengths, mask, documents, static, softcap=None):
         np.testing.assert_allclose(one, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("documents", cases.DOCUMENTS)
-@pytest.mark.parametrize("mask", ["causal", "prefix", pytest.param("both sides", marks=pytest.mark.full)])
+# By default each mask with other documents.
+INTERVALS = [
+    pytest.param(
+        mask,
+        documents,
+        marks=[pytest.mark.full] * ((mask, documents) not in {("causal", "packed"), ("prefix", "padded")}),
+    )
+    for mask in ("causal", "prefix", "both sides")
+    for documents in cases.DOCUMENTS
+]
+
+
+@pytest.mark.parametrize(("mask", "documents"), INTERVALS)
 def test_intervals_are_what_it_is_given(kernel, mask, documents):
     compare(kernel, ODD, mask, documents, None, softcap=2.0)
 
