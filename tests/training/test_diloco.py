@@ -75,7 +75,7 @@ def test_meeting_at_every_step_is_data_parallelism(model):
 
 def test_averaged_moments_are_those_of_data_parallelism(model):
     """A trace is linear in the gradients: its mean over replicas is the trace of the mean gradient."""
-    optimizer, data = optax.sgd(RATE, momentum=0.9), batches(2)
+    optimizer, data = optax.sgd(0.1, momentum=0.9), batches(2)
     diloco = training.DiLoCo(replicas=4, every=1, outer=PLAIN, average_moments=True)
     state, _ = run(diloco, model, data, optimizer)
     plain, step = training.make_state(training.copy_model(model), optimizer), training.jit_step(make_step(optimizer))
