@@ -189,11 +189,11 @@ class Loader:
         self._padding_row: Batch | None = None
 
     def _check_rows(self) -> None:
-        """Raises ValueError on all hosts if their parts are not equal."""
-        if self._batch_size % self._num_hosts:
+        """Raises ValueError on all hosts if some of them have no rows."""
+        if self._batch_size < self._num_hosts:
             raise ValueError(
                 f"Every process returns an equal part of each global batch, but there are {self._num_hosts} processes for "
-                f"batch_size={self._batch_size}: use a multiple of them; or, where processes share rows or each trains alone, "
+                f"batch_size={self._batch_size}: use at least as many rows; or, where processes share rows or each trains alone, "
                 "let the loader follow the layout (`training.follow_layout`)."
             )
 

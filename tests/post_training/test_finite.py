@@ -112,7 +112,7 @@ def test_losses_of_logits_are_finite():
         "next_token": (training.NextToken(), batch),
         "smooth": (training.NextToken(z_loss=1e-3, label_smoothing=0.1), batch),
         "dft": (training.DFT(), batch),
-        "diffusion": (training.MaskedDiffusion(mask_token=0), batch | {"weights": jnp.where(never, 0, 1e3)}),
+        "diffusion": (training.MaskedDiffusion(mask_token=0), batch | {"noise_weights": jnp.where(never, 0, 1e3)}),
         "teacher": (pt.Distillation(), teacher),
         "student_top_k": (pt.Distillation(beta=1.0, student_top_k=2), teacher),
         "reverse": (pt.Distillation(beta=1.0), teacher),
