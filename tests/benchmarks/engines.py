@@ -15,6 +15,7 @@ import atexit
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,11 +60,16 @@ def vllm(directory: Path) -> Engine:
     python, worker = os.environ["MAXLIB_VLLM"], Path(__file__).with_name("_vllm_worker.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | VLLM
     process = subprocess.Popen(
-        [python, "-P", worker, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        [python, "-P", worker, directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,  # a group of its own, to end vLLM's processes with it
     )
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
-    atexit.register(process.kill)
+    atexit.register(os.killpg, process.pid, signal.SIGKILL)
     next(line for line in stdout if line.startswith("ready"))
 
     def run(prompts: Sequence[list[int]], limits: Sequence[int], temperature: float) -> list[list[int]]:
