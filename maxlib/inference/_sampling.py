@@ -106,7 +106,8 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"
     groups = _grouped(jnp.exp(logits - logits.max(axis=-1, keepdims=True)), 0.0)
     uniform = jax.vmap(functools.partial(jax.random.uniform, shape=(2,)))(keys)
     group = _chosen(groups.sum(axis=-1), uniform[:, 0])
-    return group * _GROUP + _chosen(_group_at(groups, group), uniform[:, 1])
+    token = group * _GROUP + _chosen(_group_at(groups, group), uniform[:, 1])
+    return jnp.minimum(token, logits.shape[-1] - 1)  # a row of NaN, which has no token, still gets an id
 
 
 def best(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:

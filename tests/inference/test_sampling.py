@@ -54,6 +54,7 @@ def test_draws_from_several_groups_of_tokens_follow_the_distribution():
     keys, rows = jax.random.split(jax.random.key(2), 20_000), jnp.broadcast_to(logits, (20_000, 150))
     got, want = np.bincount(jax.jit(draw)(rows, keys), minlength=150) / 20_000, jax.nn.softmax(logits)
     assert (np.abs(got - want) <= 5 * np.sqrt(want / 20_000)).all()
+    assert draw(jnp.full((1, 150), jnp.nan), keys[:1])[0] < 150  # an id, as every draw
 
 
 def test_the_best_of_several_groups_is_the_first_of_equal_ones():
