@@ -95,6 +95,10 @@ def _step(model, tokens, valid, cache):
     return model.logits(out.hidden), out.cache
 
 
+def _is_heads_first(cache) -> bool:
+    return isinstance(cache, nn.cache.KVCache | nn.cache.RingCache)
+
+
 class Conformance:
     family: ClassVar[str]
     config: ClassVar[str]  # transformers' class
@@ -106,7 +110,9 @@ class Conformance:
     refused: ClassVar[dict[str, Any]] = {}  # values that a field of its own kind cannot have
     windows: ClassVar[dict[str, set[int]]] = {}  # slots of the caches of a case; all others keep everything
     gradients_by_default: ClassVar[bool] = False  # of the first case; otherwise by default only its logits
-    slot_axis: ClassVar[int] = -3  # of the arrays in a cache
+    slot_axis: ClassVar[
+        int
+    ] = -3  # of the arrays in a cache other than those of keys and values, [rows, heads, slots, width]
     rules: ClassVar[sharding.Strategy] = sharding.FSDP_TP | {"vocab": None}
     dtype: ClassVar[str] = "float32"  # in which transformers computes
     gradients: ClassVar[float] = 1e-4  # of their norms
@@ -306,7 +312,11 @@ class Conformance:
         case, _, model = exact(name)
         tokens, want = case["tokens"], _logits(model, case["tokens"])
         cache = model.init_cache(2, SEQ, dtype=_dtype(model), rope_length=SEQ)  # as long as the full pass
-        slots = {a.shape[self.slot_axis] for a in jax.tree.leaves(cache.layers)}
+        slots = {
+            array.shape[-2 if _is_heads_first(node) else self.slot_axis]
+            for node in jax.tree.leaves(cache.layers, is_leaf=_is_heads_first)
+            for array in jax.tree.leaves(node)
+        }
         assert slots == self.windows.get(name, {SEQ})
         done, got = np.zeros(2, int), np.zeros_like(want)
         for new in [(5, 4), (5, 0), (0, 5), *[(1, 1)] * (SEQ - 10), (0, 1)]:
