@@ -181,10 +181,11 @@ class Generator:
         check_sampler(sampler)
         texts, stop = check_prompts(prompts, self.vocab), check_stop(stop_token_ids, self.vocab)
         count, longest = integer("max_new_tokens", max_new_tokens), max(map(len, texts))
-        check_length(max_length(self.model), longest + count)
+        limit = max_length(self.model)
+        check_length(limit, longest + count)
         check_prefix(getattr(self.model, "masks", ()), texts)
         if capacity is None:
-            capacity = min(shared_capacity(longest + count), getattr(self.model, "max_length", None) or 1 << 62)
+            capacity = min(shared_capacity(longest + count), limit or 1 << 62)
         capacity = integer("capacity", capacity)
         check_room(longest, count, capacity)
         seen = check_inputs(self.model, right_padded(texts)[0], images, audio, source)

@@ -1,7 +1,7 @@
 """Comparisons of two models' predictions on the current mesh, divided by `_head.head_split`.
 
-Shapes: B rows, T tokens, D and E widths, C and G numbers of a hidden state (the first D
-or E count), V vocabulary, K candidates.
+Shapes: B rows, T tokens, D and E widths, C and G numbers of a hidden state (the first D or E count), V
+vocabulary, K candidates.
 """
 
 import jax

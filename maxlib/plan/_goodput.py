@@ -128,8 +128,8 @@ def simulate_goodput(
         days: Wall time to simulate.
         seed: Seed of the failures, and of which tiers they leave.
         failures: Seconds from the start of the run to each failure, rising, such as those of a log of incidents. The
-            default draws them independently of each other with the cluster's mean. A log
-            matters where restarts take much of the time: random failures often hit a restart, where they cost less.
+            default draws them independently of each other with the cluster's mean. A log matters where restarts take
+            much of the time: random failures often hit a restart, where they cost less.
 
     Raises:
         ValueError: when there is not a positive interval for each tier, or failures do not rise.

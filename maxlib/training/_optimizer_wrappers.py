@@ -89,21 +89,6 @@ def skip_spikes(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def num_updates(opt_state: Any, step: Array) -> Array:
-    """Returns the number of updates before a step, which schedules count: without those that `skip_spikes` skipped.
-
-    Args:
-        opt_state: State of the optimizer.
-        step: Number of steps.
-    """
-
-    def is_spike_state(x: Any) -> bool:
-        return isinstance(x, SpikeState)
-
-    states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_spike_state) if is_spike_state(x)]
-    return states[0].count if states else step
-
-
 class EMAState(NamedTuple):
     """State of `ema`.
 

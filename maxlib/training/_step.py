@@ -19,7 +19,7 @@ from maxlib.hardware import current_device
 from maxlib.nn.router import expert_bias_paths, moved_biases
 from maxlib.training._gradients import bind_options, divisor, gradient
 from maxlib.training._offload import apply_updates, update
-from maxlib.training._optimizer_wrappers import ema_model, num_updates
+from maxlib.training._optimizer_wrappers import ema_model
 from maxlib.training._pipelined_gradient import pipelined_gradient
 from maxlib.training._placement import batch_axes, place_like_parameters
 from maxlib.training._qk_clip import clip_queries_and_keys, max_logits_taps
@@ -118,7 +118,9 @@ def make_train_step(
             trainable = place_like_parameters(clipped, state.trainable, state.rest)
             metrics["max_logit"] = jnp.max(jnp.stack([jnp.max(x) for x in max_logits.values()]))
         if log_schedule is not None:
-            metrics["learning_rate"] = jnp.asarray(log_schedule(num_updates(state.opt_state, state.step)), jnp.float32)
+            spikes = optax.tree.get(state.opt_state, "SpikeState")  # schedules do not count the steps that it skipped
+            num_updates = state.step if spikes is None else spikes.count
+            metrics["learning_rate"] = jnp.asarray(log_schedule(num_updates), jnp.float32)
         rest, rate = state.rest, cast(Any, router_bias_update_rate)
         if router_bias_update_rate:
             rest = _with_moved_biases(rest, state.trainable, stats.expert_counts, rate=rate, skipped=skipped)
