@@ -31,7 +31,7 @@ SMALLER = {
     "look_inside": [*RUNS, ("COUNTS = 0, 1, 2, 4, 8, 16", "COUNTS = 0, 8")],
     "plan_70b": [],
     "quantize": [*RUNS, ("ROWS, LENGTH = 3, 96", "ROWS, LENGTH = 1, 16")],
-    "quantized_to_served": [*RUNS, ("ROWS, LENGTH = 4, 256", "ROWS, LENGTH = 2, 16"), ("STEPS, BATCH, CHAT_LENGTH = 10, 4", "STEPS, BATCH, CHAT_LENGTH = 1, 2")],
+    "quantized_to_served": [*RUNS, ("ROWS, LENGTH = 4, 256", "ROWS, LENGTH = 2, 16"), ("STEPS, BATCH, CHAT_LENGTH = 10, 4", "STEPS, BATCH, CHAT_LENGTH = 3, 2")],
     "run_report": [("STEPS = 512, 64, 200", "STEPS = 512, 32, 60")],
     "translator_and_dit": [("STEPS = 500", "STEPS = 4"), ("SIDE, DIFFUSION_STEPS = 12, 1500", "SIDE, DIFFUSION_STEPS = 12, 4")],
     "scaling_law": [("SHORT = (16, 32, 64), 2.0 ** np.arange(-10, -4), 200", "SHORT = (16, 32, 64), 2.0 ** np.arange(-8, -6), 4"), ("SIZES, STEPS = (16, 32, 48, 64, 96, 128), 300", "SIZES, STEPS = (16, 32, 48, 64), 4"), ("np.ones(15) / 15", "np.ones(2) / 2"), ("tokens[14:]", "tokens[1:]"), ("[-20:]", "[-2:]")],
