@@ -48,7 +48,7 @@ def awq(
     tokens: Sequence[Int[Any, "B T"]],
     rules: Rules = "int4",
     *,
-    grid: int = 12,
+    grid: int = 20,
     clip: bool = True,
     dtype: Any = jnp.float32,
 ) -> Model:
@@ -64,7 +64,7 @@ def awq(
         model: An `nn.Decoder` in full precision.
         tokens: Batches of text, as for `gptq`.
         rules: Those of the following `for_inference`, or `gptq`.
-        grid: Number of exponents between 0 and 1.
+        grid: Number of exponents from 0 to below 1.
         clip: False leaves large weights as they are: the model then computes what it did.
         dtype: Dtype of the computation.
 
@@ -251,7 +251,7 @@ def _best(layer: Any, link: Link, formats: dict[str, Format | None], records: di
 
     size = jnp.sqrt(_over_readers(link, layer, jnp.sum, power))
     size = jnp.where(size > 0, size / size.max(), 1.0)
-    exponents = jnp.linspace(0, 1, grid)
+    exponents = jnp.arange(grid) / grid
     candidates = jnp.maximum(size[None] ** exponents[:, None, None], 1e-4)  # [R, E, I]
     most, least = candidates.max(axis=-1, keepdims=True), candidates.min(axis=-1, keepdims=True)
     candidates = candidates / jnp.sqrt(most * least)
@@ -319,6 +319,6 @@ def _limited(w: Float[Array, "E O I"], covariance: Float[Array, "E I I"], format
         change = (_nearest(limited, format) - w).reshape(groups.shape)
         return jnp.einsum("eogi,egij,eogj->eog", change, blocks, change)
 
-    shrinks = jnp.linspace(1.0, 0.5, 11)
+    shrinks = 1 - jnp.arange(10) / 20
     limit = shrinks[jax.lax.map(error, shrinks).argmin(axis=0)][..., None] * most
     return jnp.clip(groups, -limit, limit).reshape(w.shape)

