@@ -8,6 +8,7 @@ once their weights are divided by it.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -305,20 +306,31 @@ def _clipped(site: Any, format: Format | None, read: Inputs | None) -> Any:
 
 @functools.partial(jax.jit, static_argnames="format")
 def _limited(w: Float[Array, "E O I"], covariance: Float[Array, "E I I"], format: Format) -> Float[Array, "E O I"]:
-    """Returns matrices with the best of several limits for each group, by the error of the group's product."""
+    """Returns matrices with the best of several limits for each group, by the error of the group's product.
+
+    With zero points the smallest and the largest numbers of a group have limits of their own.
+    """
     (E, O, I), group = w.shape, format.group
     assert group is not None
     # Blocks of the diagonal: [E, I, I] -> [E, G, g, g]
     blocks = covariance.reshape(E, I // group, group, I // group, group)
     blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=1, axis2=3), -1, 1)
     groups = w.reshape(E, O, I // group, group)
-    most = jnp.abs(groups).max(axis=-1, keepdims=True)
+    low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
+    if format.symmetric:
+        high = jnp.maximum(-low, high)
+        low = -high
+        shares = [(share, share) for share in np.linspace(1.0, 0.55, 10)]
+    else:
+        shares = [*itertools.product(np.linspace(1.0, 0.72, 5), repeat=2)]
 
-    def error(shrink: Array) -> Array:
-        limited = jnp.clip(groups, -shrink * most, shrink * most).reshape(w.shape)
-        change = (_nearest(limited, format) - w).reshape(groups.shape)
+    def limited(of_low: Array, of_high: Array) -> Array:
+        return jnp.clip(groups, of_low * jnp.minimum(low, 0), of_high * jnp.maximum(high, 0)).reshape(w.shape)
+
+    def error(share: Float[Array, "2"]) -> Array:
+        change = (_nearest(limited(share[0], share[1]), format) - w).reshape(groups.shape)
         return jnp.einsum("eogi,egij,eogj->eog", change, blocks, change)
 
-    shrinks = 1 - jnp.arange(10) / 20
-    limit = shrinks[jax.lax.map(error, shrinks).argmin(axis=0)][..., None] * most
-    return jnp.clip(groups, -limit, limit).reshape(w.shape)
+    shares = jnp.asarray(shares, jnp.float32)
+    best = shares[jax.lax.map(error, shares).argmin(axis=0)]  # [E, O, G, 2]
+    return limited(best[..., :1], best[..., 1:])

@@ -94,13 +94,13 @@ def test_a_model_changes_less_than_by_rounding_to_nearest(dense):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["dense", "experts"])
-def test_each_method_helps(family, request):
+@pytest.mark.parametrize(("family", "format"), [("dense", "int4"), ("experts", "int4"), ("dense", "int4_asymmetric")])
+def test_each_method_helps(family, format, request):
     model = request.getfixturevalue(family)
     made = {
-        "nearest": lambda: quantization.for_inference(model, "int4"),
-        "gptq": lambda: quantization.gptq(model, [TOKENS]),
-        "awq": lambda: quantization.for_inference(quantization.awq(model, [TOKENS]), "int4"),
+        "nearest": lambda: quantization.for_inference(model, format),
+        "gptq": lambda: quantization.gptq(model, [TOKENS], format),
+        "awq": lambda: quantization.for_inference(quantization.awq(model, [TOKENS], format), format),
     }
     errors = {name: e.logit_error for name, e in quantization.compare_methods(model, made, TOKENS).errors.items()}
     assert errors["gptq"] < 0.8 * errors["nearest"]
