@@ -57,14 +57,15 @@ def awq(
 
     AWQ (Lin et al. 2023, arXiv:2306.00978) multiplies the weights of inputs that are often large, so that they are
     rounded more finely, and divides what computes these inputs. Of `s = rms(x)^r` it takes the exponent for which the
-    outputs change least. Then it limits the largest weights of each group where that helps the others.
+    outputs change least. Then it limits the largest weights of each group where that helps the others, and with zero
+    points also the smallest.
 
         small = quantization.for_inference(quantization.awq(model, [tokens], "int4"), "int4")
 
     Args:
         model: An `nn.Decoder` in full precision.
         tokens: Batches of text, as for `gptq`.
-        rules: Those of the following `for_inference`, or `gptq`.
+        rules: Those of the following `for_inference`, or `gptq`. AWQ was published with "int4_asymmetric".
         grid: Number of exponents from 0 to below 1.
         clip: False leaves large weights as they are: the model then computes what it did.
         dtype: Dtype of the computation.
