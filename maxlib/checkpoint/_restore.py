@@ -82,10 +82,12 @@ def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int
 
 
 def metrics(directory: epath.Path) -> dict[str, Any]:
-    """Reads the metrics saved with a step; none if its records are damaged."""
+    """Reads the metrics saved with a step; none if its records are damaged. Raises OSError if they cannot be read."""
     try:
         return records.read(directory / "meta" / "meta.json").get("metrics", {})
-    except DamagedError:
+    except DamagedError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise error.__cause__ from None
         return {}
 
 

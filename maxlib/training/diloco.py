@@ -98,8 +98,14 @@ class DiLoCo:
             raise ValueError(f"moments are averaged at once, so average_moments needs delay=0, got {self.delay}")
 
     def init(self, state: TrainState) -> TrainState:
-        """Returns the state with `DiLoCoState`, all replicas at its parameters; under a layout, as shards."""
+        """Returns the state with `DiLoCoState`, all replicas at its parameters; under a layout, as shards.
+
+        Raises:
+            ValueError: when moments in eight bits would be averaged.
+        """
         fragments = [self._fragment(state, n) for n in range(self.fragments)]
+        if self.average_moments and "float8" in str([x.dtype for x in jax.tree.leaves(state.opt_state)]):
+            raise ValueError("eight-bit moments have scales of their own in each replica: average moments of float32")
 
         def build(state: TrainState) -> TrainState:
             params, inner = (
