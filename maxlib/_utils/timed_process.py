@@ -109,7 +109,8 @@ def results(
         timeout: Time limit in seconds of one call.
     """
     for process in processes:
-        if process.job is not None:  # its caller was interrupted: the answer would be taken for one of these calls
+        # Of a caller that was interrupted, the answer would be taken for one of these calls.
+        if process.job is not None or (process.ready and not process.process.is_alive()):
             process.replace()
     while any(queues) or not all(process.job is None for process in processes):
         for process, queue in zip(processes, queues, strict=True):
@@ -122,8 +123,8 @@ def results(
 
 def _serve(pipe: Connection, functions: Sequence[Callable[[Any], Any]]) -> None:
     """Answers calls until the parent closes the pipe."""
-    pipe.send("ready")
     with pipe, contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        pipe.send("ready")
         while True:
             number, argument = pipe.recv()
             pipe.send(functions[number](argument))

@@ -177,6 +177,7 @@ class AdaptiveEntropy:
     """Adapts the factor of the entropy bonus so that the entropy stays above a target (Skywork-OR1, arXiv:2505.22312).
 
     The factor grows by `delta` for a batch whose entropy is at most the target, and otherwise shrinks and is not used.
+    Checkpoints do not have it: a resumed run begins at `factor`.
     The entropy is estimated without bias: the mean of the sampled tokens' negative log-probabilities.
 
         entropy = post_training.AdaptiveEntropy(target=0.2)

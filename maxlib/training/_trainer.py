@@ -462,7 +462,7 @@ class Trainer:
 
     def _check_skipped(self, step: int, skipped: Any) -> None:
         """Raises DivergedError after too many skipped steps: the means that they are compared with never move."""
-        self._skipped = self._skipped + 1 if skipped else 0
+        self._skipped = self._skipped + 1 if skipped == 1 else 0
         if self._skipped == MOST_SKIPPED:
             raise DivergedError(
                 f"the last {MOST_SKIPPED} steps, up to step {step}, were skipped: their loss or gradient is not finite, or "

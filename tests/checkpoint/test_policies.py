@@ -25,7 +25,6 @@ from maxlib.checkpoint import (
 )
 from maxlib.checkpoint import _lock as owner
 from maxlib.checkpoint import _policy as policy
-from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
 
@@ -83,11 +82,14 @@ def test_the_best_stay_across_restarts_and_the_metric_is_with_the_step(tmp_path)
 
 
 def test_the_best_stays_while_its_metrics_cannot_be_read(tmp_path, monkeypatch):
-    error = records.DamagedError("meta.json cannot be read")
-    error.__cause__ = OSError(5, "Input/output error")
-    monkeypatch.setattr(records, "read", lambda path: (_ for _ in ()).throw(error))
+    def fails(path, *_, **options):
+        raise OSError(5, "Input/output error")
+
+    path = storage.absolute(tmp_path)
+    assert restore.metrics(path) == {}  # there are none
+    monkeypatch.setattr(type(path), "read_text", fails)
     with pytest.raises(OSError, match="Input/output error"):  # with which nothing is deleted
-        restore.metrics(tmp_path)
+        restore.metrics(path)
 
 
 def test_best_by_a_metric_that_is_not_there_is_said_once(tmp_path, caplog):
