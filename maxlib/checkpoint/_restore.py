@@ -294,7 +294,8 @@ def _load(source: Source, item: str, entries: dict, shardings: dict[str, Any]) -
         bad = records.damaged(entries, leaves)
         if not anywhere(bad):
             empty = {n: np.zeros(e["shape"], records.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
-            return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
+            places = {n: shardings.get(n) for n in empty}
+            return {n: x if places[n] is None else jax.device_put(x, places[n]) for n, x in empty.items()} | leaves
     raise damaged_step(source.directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
 
 
@@ -360,10 +361,6 @@ def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     plain = jax.eval_shape(jax.random.key_data, leaf) if records.is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
-
-
-def _put(leaf: np.ndarray, sharding: Any) -> Any:
-    return leaf if sharding is None else jax.device_put(leaf, sharding)
 
 
 def _items(directory: epath.Path, stored: StepRecords, wanted: Wanted) -> list[str]:

@@ -1,7 +1,7 @@
 """Second models: a frozen reference or teacher beside the trained model, and losses that compare with a reference."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -162,24 +162,18 @@ def _mean_of_answers(ratio: Float[Array, "B T"], batch: Batch, *, rows: int) -> 
     return jnp.broadcast_to(jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1), rows)
 
 
-def interleaved(batch: Batch) -> Batch:
-    """Joins chosen and rejected rows, `B ...` each, to `2B ...` with the two rows of a pair next to each other.
+def interleaved(batch: Batch, names: Sequence[str] = ("chosen", "rejected")) -> Batch:
+    """Joins the rows of R parts, `B ...` each, to `B R ...` with those that belong together next to each other.
 
     Rows do not move between devices.
     """
-    chosen, rejected = (
-        {dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(batch[name])}
-        for name in ("chosen", "rejected")
-    )
-    if chosen != rejected:
-        raise ValueError(
-            f"chosen and rejected must have the same arrays of the same shapes, got {chosen} and {rejected}"
-        )
-    # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
-    joined = jax.tree.map(
-        lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:]), batch["chosen"], batch["rejected"]
-    )
-    return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
+    parts = [batch[name] for name in names]
+    shapes = [{dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)} for part in parts]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{', '.join(names)} must have the same arrays of the same shapes, got {shapes}")
+    # [B, ...] of each -> [B, R, ...] -> [B * R, ...]
+    joined = jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *parts)
+    return joined | {"interleaved": jnp.zeros((len(joined["tokens"]), len(names)))}
 
 
 def missing_reference(what: str) -> str:

@@ -204,7 +204,7 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
     def fields(text: str) -> list[str]:
         # One line for each field, nested ones too:
         # "Config(vocab=61, rope=Rope(dim=12" -> "vocab=61", "rope=Rope(dim=12"
-        return re.split(r", (?=\w+=)|(?<=Config)\(", re.sub(r" at 0x[0-9a-f]+", "", text))
+        return re.split(r", (?=\w+=)|(?<=Config)\(", text)
 
     changed = [line for line in difflib.ndiff(fields(saved), fields(here)) if line[0] in "-+"]
     if changed:

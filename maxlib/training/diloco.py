@@ -41,10 +41,6 @@ class DiLoCoState:
     outer: list[Any]
 
 
-def _nesterov() -> optax.GradientTransformation:
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiLoCo:
     """Settings of DiLoCo, which `Trainer(diloco=)` takes. By hand:
@@ -79,7 +75,9 @@ class DiLoCo:
 
     replicas: int
     every: int
-    outer: optax.GradientTransformation = dataclasses.field(default_factory=_nesterov)
+    outer: optax.GradientTransformation = dataclasses.field(
+        default_factory=lambda: optax.sgd(0.7, momentum=0.9, nesterov=True)
+    )
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
