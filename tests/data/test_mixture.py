@@ -211,7 +211,7 @@ def test_policies_per_source_are_counted():
     with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):
         list(loader(mixed, overlong={"wiki": "error"}))
     with pytest.raises(ValueError, match="a source of overlong must be .*'wiki'.* got 'wikki'"):
-        loader(mixed, overlong={"wikki": "error"})
+        next(loader(mixed, overlong={"wikki": "error"}))
 
 
 def test_empty_and_vanished_sources_are_named(tmp_path):

@@ -118,7 +118,7 @@ def test_a_sampler_that_draws_otherwise_is_refused():
     with pytest.raises(ValueError, match="greedy sampler"):
         pt.GRPO(temperature=0.0).check_sampler(inference.Sampler(temperature=0.0))
     with pytest.raises(ValueError, match="temperature must be above 0"):
-        losses.score(None, None, None, temperature=0.0)
+        losses.score(None, jnp.zeros((1, 1, 1)), None, temperature=0.0)
     changes = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     changes |= {"presence_penalty": 0.5, "frequency_penalty": 0.5}
     assert changes.keys() | {"temperature"} == {field.name for field in dataclasses.fields(inference.Sampler)}

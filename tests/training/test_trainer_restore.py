@@ -43,8 +43,11 @@ def test_a_key_of_another_kind_is_resumed():
     state = training.TrainState({}, {}, (), jnp.int32(2), jax.random.key(3, impl="rbg"))
     saved: dict = {"data": None, "rest": {}}
 
-    class Taken:
-        groupings = "known"
+    class Taken(checkpoint.Checkpointer):
+        groupings = {"layers": [[1, 1]]}  # noqa: RUF012
+
+        def __init__(self):
+            pass
 
         def save(self, step, items, *, meta, **options):
             saved.update(items, meta=meta | {"step": step})
