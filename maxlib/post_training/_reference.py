@@ -170,7 +170,7 @@ def interleaved(batch: Batch, names: Sequence[str] = ("chosen", "rejected")) -> 
     parts = [batch[name] for name in names]
     shapes = [{dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)} for part in parts]
     if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"{', '.join(names)} must have the same arrays of the same shapes, got {shapes}")
+        raise ValueError(f"{' and '.join(names)} must have the same arrays of the same shapes, got {shapes}")
     # [B, ...] of each -> [B, R, ...] -> [B * R, ...]
     joined = jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *parts)
     return joined | {"interleaved": jnp.zeros((len(joined["tokens"]), len(names)))}
