@@ -92,7 +92,7 @@ class PreferenceLoss(ReferencedLoss):
 
     def of_pairs(self, answers: Answers) -> Pairs:
         """Computes the loss of each pair."""
-        raise NotImplementedError(f"{type(self).__name__} must define __call__(answers) -> the loss of each pair")
+        raise NotImplementedError(f"{type(self).__name__} must define of_pairs(answers) -> the loss of each pair")
 
     def rewards(self, answers: Answers) -> tuple[Pairs, Pairs]:
         """Returns the implicit rewards of the chosen and the rejected answers, for metrics."""

@@ -391,7 +391,7 @@ class Trainer:
         self._report(ready)
 
     def _write_counts(self) -> None:
-        """Writes the loaders' counts summed over processes; a single process reports them every step."""
+        """Writes the loaders' metrics over all processes; a single process reports them every step."""
         if jax.process_count() == 1 or self._counts_at == self.step:
             return
         self._counts_at = self.step
