@@ -290,7 +290,8 @@ class _Program:
             return 0.0
         operands = [computation[name] for name in instruction.operands if name in computation]
         if instruction.opcode in (*_SLICES, "gather"):
-            return _sliced(instruction, operands[0]) + bytes_of(instruction.type) if operands else 0.0
+            read = min(bytes_of(operands[0].type), _sliced(instruction, operands[0])) if operands else 0.0
+            return read + bytes_of(instruction.type) if operands else 0.0
         if instruction.opcode == "dynamic-update-slice":
             return (1 if is_on_host(instruction.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
         if instruction.opcode.startswith("ragged-all-to-all"):
