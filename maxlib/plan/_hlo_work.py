@@ -62,9 +62,7 @@ def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dila
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
 
 
-def custom_call_flops(
-    instruction: Instruction, computation: dict[str, Instruction], vmem: int = DEFAULT_VMEM
-) -> float:
+def custom_call_flops(instruction: Instruction, computation: dict[str, Instruction], vmem: int = DEFAULT_VMEM) -> float:
     """Returns the FLOPs of a custom call that is known by its target."""
     types = [computation[name].type for name in instruction.operands if name in computation]
     operands = [sizes for type_ in types for _, sizes, _ in shapes_of(type_)]

@@ -100,7 +100,7 @@ def splash_tiles(
     wide = max(key_dim, value_dim) > LANES
     # A causal mask visits (n + 1) / 2n of n x n blocks: 9/16 for n = 8, 10/16 for n = 4. The chip with more vector
     # memory, v6e, has twice as many FLOPs per byte as the others: there, half the bytes outweigh the larger blocks.
-    size = 1024 if S > 8 * 512 or (vmem > DEFAULT_VMEM and window is None) else 512
+    size = 1024 if S > 8 * 512 or (vmem > DEFAULT_VMEM and window is None and not wide) else 512
     if window is not None and window <= NARROW and key_dim + value_dim >= 4 * NARROW:
         # A query of a block of n visits 2n keys. Heads of 512 compute a block of 256 for as long as a step of the grid
         # takes (0.3 us); narrower heads would wait for the steps of so small blocks.
