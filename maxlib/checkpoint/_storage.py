@@ -46,7 +46,6 @@ class _WithoutTraces(logging.Filter):
 _without_traces = _WithoutTraces()
 
 
-_RECORDS = 1 << 16  # bytes, more than what orbax writes before its first barrier
 _saves = itertools.count()
 _PHASES = ("async_write_complete", "async_commit_complete")  # as orbax calls them
 
@@ -152,7 +151,8 @@ class Steps:
             if jax.process_index() == 0 and jax.process_count() > 1:
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir(parents=True, exist_ok=True)
-                (probe / "space").write_bytes(bytes(_RECORDS))  # on a full disk orbax would wait for its own records
+                # More than orbax writes before its first barrier, at which others would wait if the disk is full.
+                (probe / "space").write_bytes(bytes(1 << 16))
                 probe.rmtree(missing_ok=True)  # in object stores the directory may not exist
 
     def wait(self) -> None:
