@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -253,6 +253,11 @@ def _read_item(source: Source, item: str, stored: StepRecords, like: Any, wanted
     leaves = records.flatten(like)
     raws = {name: _raw(leaf) for name, leaf in leaves.items()}
     old, new = stored.meta["layouts"], wanted.groupings
+    if any(isinstance(grouping, Mapping) for grouping in old.values()):
+        raise ValueError(
+            f"{source.directory} was saved by 0.1.0.dev0, which grouped layers in another way: export it with that "
+            "version (`save_pretrained`) and load the export"
+        )
     if not new or new == old:  # leaf by leaf
         old = new = {}
     targets = match_leaves(entries, old, raws, new, where=f"item {item!r} of {source.directory}", cast=wanted.cast)

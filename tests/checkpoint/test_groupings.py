@@ -141,6 +141,15 @@ def test_another_depth_is_another_model(tmp_path):
         checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, groupings=nn.tree.groupings(deep))
 
 
+def test_groups_of_the_development_version_are_refused(tmp_path):
+    model = abstract_model("aaaaa")
+    old = {"layers": {"num_layers": 5, "lead": 0, "prefix": 1, "period": 1}}
+    with Checkpointer(tmp_path, groupings=old) as ck:  # as 0.1.0.dev0 wrote them
+        ck.save(1, state_of(model))
+    with pytest.raises(ValueError, match=r"saved by 0\.1\.0\.dev0"):
+        checkpoint.load(tmp_path, state_of(model), groupings=nn.tree.groupings(model))
+
+
 def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
     saved(tmp_path, abstract_model())
     model = abstract_model("abcbcbc")
