@@ -2,7 +2,9 @@
 feed-forward layers. Shapes: D width of the residual stream, F width of the MLP.
 """
 
+import copyreg
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -254,6 +256,17 @@ def check_act(act: Any) -> Callable:
     if not callable(act):
         raise TypeError(f"act must be a function, such as jax.nn.gelu, got {act!r:.80}")
     return act
+
+
+def _by_name(function: Any) -> Any:
+    """Pickles a function of a module by its name, as Python does those that are not wrapped; any other as usual."""
+    name = getattr(function, "__qualname__", "")
+    return name if getattr(sys.modules.get(function.__module__), name, None) is function else function.__reduce_ex__(4)
+
+
+# Otherwise no model with `jax.nn.silu` pickles, and a deep copy is of another structure.
+for _function in (jax.nn.silu, jax.nn.relu):
+    copyreg.pickle(type(_function), _by_name)
 
 
 class GatedMLP(nnx.Module):

@@ -150,6 +150,11 @@ class _Parts:
 
 def _check_model(model: Any) -> None:
     """Raises an error for a model whose layers cannot run in a pipeline."""
+    if getattr(model, "is_patched", False):
+        raise ValueError(
+            "a 1F1B pipeline calls the parts of a model, so it would leave out what nn.patch replaces: use a layout "
+            "without a pipeline"
+        )
     if not isinstance(model, nn.stack.SupportsPipelining) or model.layers.staged is None:
         raise TypeError(
             "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "

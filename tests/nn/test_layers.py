@@ -1,8 +1,11 @@
 """Linear layers, norms and MLPs against float64 formulas; their initial scale; summaries."""
 
+import copy
 import inspect
+import pickle
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +168,12 @@ def test_inputs_of_another_shape_than_the_tokens_are_refused():
     cache = nn.cache.Cache([], jnp.zeros(3, jnp.int32), 8)
     with pytest.raises(ValueError, match="as many rows as the tokens, 2, got 3"):
         nn.make_context(2, 5, cache=cache)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_layers_are_copied_and_pickled_with_their_functions(copied):
+    layer = nnx.List([nn.GatedMLP(4, 8, rngs=nnx.Rngs(0)), nn.MLP(4, 8, act=jax.nn.relu, rngs=nnx.Rngs(0))])
+    chex.assert_trees_all_equal(copied(layer), layer)  # of one structure
 
 
 def test_mlps():
