@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.paths import dotted
+from maxlib._utils.rows import take_rows
 from maxlib.nn._initial_values import Init
 from maxlib.nn._linear import Einsum, draw_key
 from maxlib.nn._patching import EXPERTS
@@ -286,7 +287,7 @@ class ScaledRouter(nnx.Module):
         weights = jnp.take_along_axis(probs, experts, axis=-1)
         # [*B, X]: they sum to 1 before each expert's scale is applied.
         weights = weights / weights.sum(axis=-1, keepdims=True)
-        return Routing(experts, weights * self.expert_scale[...][experts], logits, probs)
+        return Routing(experts, weights * take_rows(self.expert_scale[...], experts), logits, probs)
 
 
 class SigmoidInputRouter(nnx.Module):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, ops
 from tests.nn.tiny import tiny_llama
 
 X = jnp.asarray(np.random.default_rng(0).normal(1, 3, (2, 3, 8)), jnp.float32)
@@ -168,6 +168,23 @@ def test_inputs_of_another_shape_than_the_tokens_are_refused():
     cache = nn.cache.Cache([], jnp.zeros(3, jnp.int32), 8)
     with pytest.raises(ValueError, match="as many rows as the tokens, 2, got 3"):
         nn.make_context(2, 5, cache=cache)
+
+
+def test_gradients_of_rows_add_up_in_bfloat16():
+    """There, ones that are added to 256 change nothing."""
+    ids, rngs = jnp.zeros((1, 1000), jnp.int32), nnx.Rngs(0)
+    calls = [
+        (nn.Embed(9, 1, rngs=rngs), lambda embed: embed(ids)),
+        (nn.LearnedPositions(9, 1, rngs=rngs), lambda positions: positions.rows(ids)),
+        (nn.RelativeBias(1, rngs=rngs), lambda bias: bias(ids, ids[0, :1])),
+    ]
+    for module, call in calls:
+        trainable, rest = nn.partition(nn.tree.cast(module, jnp.bfloat16))
+        gradient = jax.grad(lambda w: call(nn.combine(w, rest)).astype(jnp.float32).sum())(trainable)  # noqa: B023
+        assert gradient["w"][0, 0] == 1000
+    counts = jnp.array([1000] + [0] * 8)
+    gradient = jax.grad(lambda b: ops.add_expert_bias(jnp.zeros((1000, 1), b.dtype), b, counts).sum())
+    assert gradient(jnp.zeros((9, 1), jnp.bfloat16))[0, 0] == 1000
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
