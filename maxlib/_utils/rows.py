@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from maxlib._utils.varying import vary_alike
 
 
-def take_rows(table: Float[Array, "V *D"], ids: Int[Array, "..."], fill_value: float = jnp.nan) -> Float[Array, "..."]:
+def take_rows(table: Float[Array, "V ..."], ids: Int[Array, "..."], fill_value: float = jnp.nan) -> Float[Array, "..."]:
     """Returns `table[ids]`, and `fill_value` for an id outside of the table, also for a negative one.
 
     The gradient of a row is the sum over its uses. In bfloat16 a sum of ones stays at 256.

@@ -67,7 +67,10 @@ def expert_counts(experts: Int[Array, "*B X"], valid: Bool[Array, "*B"] | None, 
 
 
 class ExpertBias(nnx.Variable):
-    """Bias on the choice of experts. It has no gradient; a training step updates it (`update_router_bias`)."""
+    """Bias on the choice of experts. It has no gradient; a training step updates it (`update_router_bias`).
+
+    It is float32 or wider: rounded, it would choose others, and a step of 0.001 would not change it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -457,10 +460,10 @@ class SwitchBalance:
     def __call__(self, routing: Routing, ctx: Context | None) -> Float[Array, ""]:
         """Returns the loss of one layer."""
         E, X = routing.probs.shape[-1], routing.experts.shape[-1]
-        # load = share / tokens and mean probability = sum / tokens, hence the square of the number of tokens.
         valid = None if ctx is None else ctx.valid
-        share = expert_counts(routing.experts, valid, E) / X
-        return self.weight * E * jnp.sum(share * _sum_tokens(routing.probs, valid)) / _num_valid(routing, valid) ** 2
+        tokens = _num_valid(routing, valid)  # divided by twice, as its square may exceed int32
+        load, mean = expert_counts(routing.experts, valid, E) / X / tokens, _sum_tokens(routing.probs, valid) / tokens
+        return self.weight * E * jnp.sum(load * mean)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -188,7 +188,7 @@ def test_packed_rows_and_a_mesh(model, tokens):
 
 
 def test_values_of_a_split_sequence_are_in_order(model, tokens):
-    """Elsewhere devices have an early and a late chunk each; and what bypasses the call of a patched model is refused."""
+    """Elsewhere devices have an early and a late chunk. What bypasses the call of a patched model is refused."""
 
     def run(model, tokens):
         patched = nn.patch(model, {"attn": lambda x, layer: x.at[:, 3].set(0)}, layers=1)

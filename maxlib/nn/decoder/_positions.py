@@ -52,7 +52,7 @@ class LearnedPositions(nnx.Module):
         return self.rows(ctx.positions, dtype=dtype)
 
     def rows(self, positions: Int[Array, "B T"], *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
-        """Returns these rows of the table in `dtype`: the first one below 0, as padding may be, and NaN beyond its end."""
+        """Returns these rows of the table in `dtype`: the first one below 0 (padding), and NaN beyond the last."""
         # The table is small, so gather it over the width; then the lookup needs no communication. [B, T] -> [B, T, D]
         w = constrain(self.w[...], "position", None)
         return jnp.asarray(take_rows(w, jnp.maximum(positions, 0)), dtype)
