@@ -225,3 +225,10 @@ def test_einsum_computes_its_spec(spec, x, w):
     x = jax.random.normal(jax.random.key(0), x)
     want = np.einsum(spec, np.asarray(x, np.float64), value(layer.w))
     np.testing.assert_allclose(run(layer, x), want, atol=1e-5)
+
+
+def test_a_row_without_a_second_text_has_no_vector_of_it():
+    head = nn.EmbeddingHead(4, dense=(3,), bias=True, rngs=nnx.Rngs(0))
+    head.dense[0].b[...] += 1.0
+    first, second = head.embed(jnp.ones((1, 2, 4)), segment_ids=jnp.ones((1, 2), jnp.int32), texts=2)[0]
+    assert first.any() and not second.any()

@@ -307,8 +307,8 @@ def check_prefix(q: Float[Array, "B T N H"], mask: Mask, ctx: Context) -> Float[
 
 
 def check_is_rows(x: Array) -> None:
-    """Raises ValueError unless `x` has three axes, `B T D`."""
-    if x.ndim != 3:
+    """Raises ValueError unless `x` has three axes, `B T D`, none of which is empty."""
+    if x.ndim != 3 or not x.size:
         raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
 
 
