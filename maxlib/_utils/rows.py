@@ -15,7 +15,8 @@ def take_rows(table: Float[Array, "V ..."], ids: Int[Array, "..."], fill_value: 
     The gradient of a row is the sum over its uses. In bfloat16 a sum of ones stays at 256.
     """
     is_wide = jnp.promote_types(table.dtype, jnp.float32) == table.dtype
-    return (_taken if is_wide else _narrow)(*vary_alike((table, ids)), fill_value)
+    table, ids = vary_alike((table, ids))
+    return _taken(table, ids, fill_value) if is_wide else _narrow(table, ids, fill_value)
 
 
 def _taken(table: Array, ids: Array, fill_value: float) -> Array:

@@ -118,8 +118,8 @@ class Source:
     def _tensor_dtype(self, tensor: Tensor) -> np.dtype:
         dtypes = [self._values[piece.place.path].dtype for piece in tensor.pieces]
         common = np.dtype(jnp.result_type(*dtypes))
-        is_kept = self._dtype is None or not is_float(common) or tensor.pieces[0].place.path in self._expert_biases
-        return common if is_kept else self._dtype
+        is_kept = not is_float(common) or tensor.pieces[0].place.path in self._expert_biases
+        return common if self._dtype is None or is_kept else self._dtype
 
     def _converted_header(self, name: str) -> Header:
         """Finds shape and dtype by converting zeros, once for layers of equal structure."""
