@@ -18,7 +18,13 @@ import jaxtyping
 
 # An int is welcome where a float is annotated, as pyright has it. jaxtyping's errors are TypeErrors too.
 _types = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True, violation_type=TypeError))
-_shapes = jaxtyping.jaxtyped(typechecker=_types)
+
+
+def _shapes(function: Callable) -> Callable:
+    """Checks once, with one size for each name of an axis; as a type checker of jaxtyping's, it would check arguments
+    twice.
+    """
+    return jaxtyping.jaxtyped(_types(function), typechecker=None)
 
 
 def install(package: str) -> None:
