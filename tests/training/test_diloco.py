@@ -63,6 +63,7 @@ def assert_equal(ours, theirs, **options):
         np.testing.assert_allclose(ours[path], theirs[path], err_msg=path, **options)
 
 
+@pytest.mark.full
 def test_meeting_at_every_step_is_data_parallelism(model):
     data = batches(3)
     state, losses = run(training.DiLoCo(replicas=4, every=1, outer=PLAIN), model, data)
