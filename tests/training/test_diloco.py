@@ -64,7 +64,7 @@ def assert_equal(ours, theirs, **options):
 
 
 def test_meeting_at_every_step_is_data_parallelism(model):
-    """Averaged moments too: a trace is linear in the gradients, so its mean over replicas is that of the mean gradient."""
+    """Averaged moments too: the mean of traces, which are linear in the gradients, is that of the mean gradient."""
     optimizer, data = optax.sgd(0.1, momentum=0.9), batches(2)
     diloco = training.DiLoCo(replicas=4, every=1, outer=PLAIN, average_moments=True)
     state, losses = run(diloco, model, data, optimizer)
