@@ -17,7 +17,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of every decoder; `fields.DECODER` says where config.json has them, and `num_heads` is beside them."""
+    """Sizes of every decoder. `fields.DECODER` says where config.json has them, but for `num_heads`."""
 
     vocab: int  # V
     num_layers: int
@@ -40,7 +40,7 @@ class AttentionSizes(Sizes):
 class WindowSizes(AttentionSizes):
     """Sizes of a decoder some of whose layers have a sliding window."""
 
-    period: ClassVar[int] = 1  # usually every so many layers one is FULL, the others are SLIDING
+    period: ClassVar[int] = 1  # without `layer_types` every `period`-th layer is FULL, the others are SLIDING
 
     layer_types: tuple[str, ...] | None = None  # FULL or SLIDING for each layer; None: the usual ones
     window: int | None = None  # of the sliding layers
@@ -61,16 +61,18 @@ class WindowSizes(AttentionSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class RotatedWindowSizes(WindowSizes):
-    """Layers with windows, of which alone the heads are rotated, and full ones; without a window all are full ones."""
+    """Sizes of a decoder that rotates heads only in layers with a window; without a window, all layers are full and
+    rotate.
+    """
 
     @property
     def types(self) -> tuple[str, ...]:
-        """FULL or SLIDING for each layer: usually every fourth is FULL, and without a window all are."""
+        """FULL or SLIDING for each layer. Without `layer_types` every fourth is FULL, or all if there is no window."""
         return self.layer_types or every(1 if self.window is None else 4, self.num_layers, SLIDING, FULL)
 
     @property
     def kinds(self) -> tuple[tuple[ops.Mask, Rope | None], ...]:
-        """The mask and the rotation of each layer; in models with a window, full layers are not rotated."""
+        """The mask and the rope of each layer; in models with a window, full layers have no rope."""
         full = ops.Causal(), self.rope if self.window is None else None
         return tuple((causal(self.window), self.rope) if kind == SLIDING else full for kind in self.types)
 
@@ -87,7 +89,7 @@ class LatentSizes(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class RotatedLatentSizes(LatentSizes):
-    """The same with a rotation of the part of keys that all heads share."""
+    """Sizes of latent attention with RoPE, which rotates the part of a key that all heads share."""
 
     rope: Rope
 
@@ -130,7 +132,9 @@ class RouterSizes(SparseSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes(Sizes, RouterSizes):
-    """Sizes of a decoder with DeepSeek's experts: shared ones too, and first layers without."""
+    """Sizes of a decoder with DeepSeek's experts, in all layers but the first `num_dense`; every token uses the shared
+    experts.
+    """
 
     num_dense: int  # number of first layers with a plain MLP
     mlp_dim: int
@@ -180,7 +184,7 @@ class MTPSizes:
     """Numbers of multi-token prediction modules."""
 
     num_mtp: int = 0  # modules (`predict_ahead`) to build
-    stored_mtp: int = field(default=0, compare=False)  # how many the checkpoint has; those not built are skipped
+    stored_mtp: int = field(default=0, compare=False)  # modules in the checkpoint; those not built are not read
 
 
 def causal(window: int | None) -> ops.Mask:

@@ -73,7 +73,7 @@ class Qwen3VL(PatchReader, TextDecoder):
 DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"
 
 
-def _kind(cfg: Any) -> str:
+def _model_type(cfg: Any) -> str:
     return DENSE if cfg.num_experts is None else SPARSE
 
 
@@ -102,7 +102,7 @@ TEXT = Fields(
         fields.ATTENTION_BIAS,
     ],
     model_types={f"{DENSE}_text": "Qwen3VLTextModel", f"{SPARSE}_text": "Qwen3VLMoeTextModel"},
-    model_type=lambda cfg: f"{_kind(cfg)}_text",
+    model_type=lambda cfg: f"{_model_type(cfg)}_text",
     fixed={"hidden_act": "silu"},
     # transformers renormalises weights of experts whatever the releases say of it.
     fixed_if_present={"norm_topk_prob": True},
@@ -112,9 +112,12 @@ FIELDS = Multimodal(
     TEXT,
     {"vision": replace(vision.FIELDS, absent={"deepstack": fields.REQUIRED})},
     model_types={DENSE: "Qwen3VLForConditionalGeneration", SPARSE: "Qwen3VLMoeForConditionalGeneration"},
-    model_type=_kind,
+    model_type=_model_type,
     fixed={
-        "vision_config.model_type": lambda c: (f"{_kind(c)}_vision", _kind(c)),  # the second as first written
+        "vision_config.model_type": lambda c: (
+            f"{_model_type(c)}_vision",
+            _model_type(c),
+        ),  # the second as first written
         "vision_config.out_hidden_size": lambda c: c.dim,
     },
     tied=False,  # the text's own counts for nothing
