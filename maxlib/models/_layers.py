@@ -178,6 +178,20 @@ class CrossPreNorm(PreNorm):
         return self.attn.init_cache(batch, capacity, dtype), self.cross.init_cache(batch, capacity, dtype)
 
 
+class DeepstackPreNorm(PreNorm):
+    """`PreNorm` that adds features of the image encoder to its output, if the layer gets any (`added`)."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        ctx: nn.Context,
+        cache: Any = None,
+        added: Float[Array, "B T D"] | None = None,
+    ):
+        x, cache, aux = super().__call__(x, ctx, cache)
+        return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux
+
+
 class Parallel(nn.Layer):
     """Layer whose branches read the same residual stream, `x + attn(attn_norm(x)) + mlp(mlp_norm(x))`.
 
@@ -261,6 +275,18 @@ def latent_scale(nope_dim: int, rope: Rope) -> float:
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= ops.yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # YaRN's temperature, on q and on k
     return scale
+
+
+def hyper_connection(cfg: Any, *, rngs: nnx.Rngs) -> nn.HyperConnection:
+    """Makes the reading, mixing and writing of streams with the sizes of `cfg` (`StreamSizes`)."""
+    return nn.HyperConnection(
+        cfg.dim,
+        streams=cfg.streams,
+        sinkhorn_steps=cfg.sinkhorn_steps,
+        eps=cfg.stream_eps,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
 
 
 def sigmoid_router(dim: int, cfg: RouterSizes, *, rngs: nnx.Rngs) -> nn.Router:

@@ -37,6 +37,21 @@ class AttentionSizes(Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SectionSizes(AttentionSizes):
+    """Sizes of a decoder whose heads have a section for time, one for rows and one for columns (M-RoPE)."""
+
+    sections: tuple[int, ...]  # rotated pairs of a head that turn by time, row and column
+
+    def __post_init__(self):
+        self.mrope  # noqa: B018  # its sections are checked
+
+    @property
+    def mrope(self) -> ops.MRope:
+        """The rotary embedding of all layers."""
+        return ops.MRope(self.rope, self.sections, alternating=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WindowSizes(AttentionSizes):
     """Sizes of a decoder some of whose layers have a sliding window."""
 
@@ -180,6 +195,15 @@ class MambaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamSizes:
+    """Sizes of a residual of several streams (`nn.HyperConnection`, `STREAMS`)."""
+
+    streams: int = 4
+    sinkhorn_steps: int = 20
+    stream_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
 class MTPSizes:
     """Numbers of multi-token prediction modules."""
 
@@ -237,6 +261,12 @@ def kimi_delta_attention(a_log: str, at: dict[str, int] | None = None) -> list[W
     return table
 
 
+def hyper_connection(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weights of a hyper-connection, or of the head that reads its streams."""
+    parts = {"fn": "mix.w", "base": "bias", "scale": "scale"}
+    return [Weight(f"{hf_name}_{name}", f"{path}.{part}") for name, part in parts.items()]
+
+
 def delta_net_names(cfg: DeltaSizes) -> list[Weight]:
     """Lists the weights of gated DeltaNet with the names of Qwen3.5."""
     keys, values = (cfg.num_key_heads, cfg.key_dim), (cfg.num_value_heads, cfg.value_dim)
@@ -259,6 +289,12 @@ MIXED = (
     Field("renormalize", "norm_topk_prob"),
     Field("sparse_step", "decoder_sparse_step"),
     Field("dense_layers", "mlp_only_layers"),
+)
+
+STREAMS = (
+    Field("streams", "hc_mult"),
+    Field("sinkhorn_steps", "hc_sinkhorn_iters"),
+    Field("stream_eps", "hc_eps"),
 )
 
 # Mamba-2, in the names of Granite 4 and Falcon-H1, without the number of heads.

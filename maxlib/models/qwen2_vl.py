@@ -9,10 +9,10 @@ from typing import Any
 
 from flax import nnx
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _qwen2_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import AttentionSizes
+from maxlib.models._sizes import SectionSizes
 from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Renamed, Table, fields, names
@@ -22,20 +22,12 @@ SECTIONS = (16, 24, 24)  # of M-RoPE: pairs of a head that turn by time, row and
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(SectionSizes):
     """Sizes of a Qwen2-VL; `PRESETS` has the published ones. With windows in its encoder it is a Qwen2.5-VL."""
 
     mlp_dim: int
     sections: tuple[int, ...] = SECTIONS
     vision: Vision
-
-    def __post_init__(self):
-        self.mrope  # noqa: B018  # its sections are checked
-
-    @property
-    def mrope(self) -> ops.MRope:
-        """The rotary embedding of all layers."""
-        return ops.MRope(self.rope, self.sections, alternating=False)
 
 
 class Block(PreNorm):

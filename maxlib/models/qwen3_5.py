@@ -82,8 +82,8 @@ def _usual_types(c: Any) -> tuple[str, ...]:
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    # The rope rotates the first quarter of each head. The output of attention, [B, T, N, H], is multiplied by the sigmoid
-    # of a projection of x to the same shape.
+    # The rope rotates the first quarter of each head. The output of attention, [B, T, N, H], is multiplied by the
+    # sigmoid of a projection of x to the same shape.
     return attention(
         cfg,
         rope=_rotary(cfg),
