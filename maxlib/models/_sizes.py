@@ -339,5 +339,5 @@ def by_interval(*types: str) -> Callable[[HFConfig, Any], tuple[str, ...]]:
 
 
 def every(period: int, num_layers: int, usual: str, other: str) -> tuple[str, ...]:
-    """Returns the types of layers of which every `period`th is `other`."""
+    """Returns the type of each layer: every `period`th is `other`, all others are `usual`."""
     return tuple(usual if (i + 1) % period else other for i in range(num_layers))
