@@ -289,8 +289,9 @@ class _Program:
         if instruction.opcode in (*_FREE, *_AROUND) or instruction.opcode.endswith("-done"):
             return 0.0
         operands = [computation[name] for name in instruction.operands if name in computation]
-        if instruction.opcode in _SLICES:
-            return _sliced(instruction, operands[0]) + bytes_of(instruction.type) if operands else 0.0
+        if instruction.opcode in (*_SLICES, "gather"):
+            read = min(bytes_of(operands[0].type), _sliced(instruction, operands[0])) if operands else 0.0
+            return read + bytes_of(instruction.type) if operands else 0.0
         if instruction.opcode == "dynamic-update-slice":
             return (1 if is_on_host(instruction.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
         if instruction.opcode.startswith("ragged-all-to-all"):
@@ -321,7 +322,7 @@ class _Program:
         return sum(self._used(parameter, user, inner) for user in inner.values() if parameter.name in user.operands)
 
     def _used(self, parameter: Instruction, user: Instruction, inner: dict[str, Instruction]) -> float:
-        if user.opcode in _SLICES:
+        if user.opcode in _SLICES or (user.opcode == "gather" and user.operands[0] == parameter.name):
             return _sliced(user, parameter)
         if user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
             return 0.0
@@ -349,7 +350,7 @@ class _Program:
 
 
 def _sliced(instruction: Instruction, operand: Instruction) -> float:
-    """Returns the bytes that a slice reads from main memory; its result may be in another memory."""
+    """Returns the bytes that a slice or a gather reads from main memory; its result may be in another memory."""
     return size_of(instruction.type) if bytes_of(operand.type) else 0.0
 
 
