@@ -110,8 +110,8 @@ class Case:
     def may_talk(self) -> set[tuple[str, str]]:
         """Kinds of collectives, and the mesh axis over which they may go."""
         axis = {"gather": "context", "ring": "context", "heads": "context", "sequence": "tensor"}
-        pairs = {(found, axis.get(kind, kind)) for kind in self.kinds for found in MAY[kind]}
-        pairs |= {(found, "fsdp") for found in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
+        pairs = {(kind_of_talk, axis.get(kind, kind)) for kind in self.kinds for kind_of_talk in MAY[kind]}
+        pairs |= {(kind_of_talk, "fsdp") for kind_of_talk in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
         # Vectors of tokens leave the embedding cut by width, and are dealt out by rows over these axes and stages.
         pairs |= {("collective-permute", axis) for axis in ("fsdp", "expert") if "stage" in self.kinds}
         # A router's matrix and those that make a latent: the compiler works on parts of them over one axis, and hands
@@ -196,8 +196,11 @@ class Run:
         """How many are written, and the bytes they move, by kind and mesh axes; those of a device with itself are
         none.
         """
-        found = (one for one in self.costs.collectives if one.axes)
-        return {" ".join((one.kind, *one.axes)): [one.written, int(one.bytes)] for one in found}
+        on_axes = (collective for collective in self.costs.collectives if collective.axes)
+        return {
+            " ".join((collective.kind, *collective.axes)): [collective.written, int(collective.bytes)]
+            for collective in on_axes
+        }
 
 
 def compiled(model: Any, mesh: Any) -> Run:
@@ -221,8 +224,8 @@ def alone(name: str, num_layers: int) -> tuple[Any, Run]:
     return model, compiled(model, {"data": 1})
 
 
-def spread(name: str, one: Case) -> Run:
-    model, layout = alone(name, one.num_layers)[0], one.layout
+def spread(name: str, case: Case) -> Run:
+    model, layout = alone(name, case.num_layers)[0], case.layout
     with sharding.use(layout):
         return compiled(jax.device_put(model, sharding.shardings(model, layout)), dict(layout.mesh.shape))
 
@@ -253,7 +256,7 @@ def _programs_go(request):
 def pairs() -> list[tuple[str, Case]]:
     """Every model in every case, but for that of one case only."""
     every = itertools.product(MODELS, CASES)
-    return [(name, one) for name, one in every if name != "experts of windows" or f"{name} {one.name}" in DEFAULT]
+    return [(name, case) for name, case in every if name != "experts of windows" or f"{name} {case.name}" in DEFAULT]
 
 
 def cases() -> list[Any]:
