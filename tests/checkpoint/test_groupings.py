@@ -202,8 +202,8 @@ def test_layers_of_the_first_version_are_read(tmp_path):
 def test_a_router_of_the_first_version_is_read(tmp_path):
     """Its bias was called `correction`; a leaf of that name which the model still has stays what it is."""
     layout = {"layers": [[1, 3]]}
-    bias, own = jnp.arange(12.0).reshape(3, 4), jnp.ones(2)
-    old = {"layers.groups.0.0.moe.router.correction": bias, "other.router.correction": own}
+    bias, ones = jnp.arange(12.0).reshape(3, 4), jnp.ones(2)
+    old = {"layers.groups.0.0.moe.router.correction": bias, "other.router.correction": ones}
     with Checkpointer(tmp_path, groupings=layout) as ck:
         ck.save(1, {"rest": old})
     like = {f"layers.groups.0.{i}.moe.router.expert_bias": jnp.zeros(4) for i in range(3)}
@@ -212,7 +212,7 @@ def test_a_router_of_the_first_version_is_read(tmp_path):
     got = checkpoint.load(tmp_path, {"rest": like}, groupings=flat)["rest"]
     assert_same(
         got,
-        {f"layers.groups.0.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": own},
+        {f"layers.groups.0.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": ones},
     )
     with pytest.raises(ValueError, match=r"it lacks:\n  layers\.groups\.0\.0\.moe\.router\.bias"):
         checkpoint.load(tmp_path, {"rest": {"layers.groups.0.0.moe.router.bias": jnp.zeros((3, 4))}}, groupings=layout)
