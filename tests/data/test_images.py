@@ -262,7 +262,7 @@ def test_each_square_of_patches_has_a_placeholder(tokenizer, processor):
         answer = tokenizer.decode(learned, skip_special_tokens=False)
         assert answer == f"{document['messages'][1]['content']}</s>"
         at = np.flatnonzero(converted["targets"] >= 0)
-        np.testing.assert_array_equal(converted["targets"][at], chat["tokens"][at + 1])
+        np.testing.assert_array_equal(converted["targets"][at], converted["tokens"][at + 1])
 
 
 def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
