@@ -177,12 +177,12 @@ def test_plans_ask_the_layer():
     """With a sequence over 4 devices: the attention's ring, and the gathers that the recurrence states."""
     base = {"target": "h100x4", "sequence": 64, "layout": sharding.Layout({"context": 4}, sharding.CP_RING)}
     plans = [plan.estimated(plan.Job(model=make, **base)) for make in (hybrid, lambda: hybrid(attention=False))]
-    of = lambda estimate: {one.kind: one.bytes for one in estimate.costs.collectives if "context" in one.axes}
+    of = lambda estimate: {item.kind: item.bytes for item in estimate.costs.collectives if "context" in item.axes}
     mixed, alone = map(of, plans)
     tokens, passes = 64 / 4 * 4, 3  # a batch of one row for each device, cut over four; remat is full
-    one = (passes - 1) * tokens * 4 * DIM * 2
+    gather = (passes - 1) * tokens * 4 * DIM * 2
     assert mixed["collective-permute"] > 0 and "collective-permute" not in alone
-    assert alone["all-gather"] - mixed["all-gather"] == pytest.approx(2 * one)
+    assert alone["all-gather"] - mixed["all-gather"] == pytest.approx(2 * gather)
     assert plans[0].peak > 0
 
 

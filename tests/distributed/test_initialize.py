@@ -99,11 +99,11 @@ def test_incomplete_addresses_are_no_single_process(change, message, monkeypatch
     assert cluster is not None and (cluster.num_processes, cluster.process_id) == (4, 2)
 
 
-@pytest.mark.parametrize("given", ["here", "[::1]", "[::1]:99", "here:99"])
-def test_a_coordinator_has_a_port_or_gets_one(given):
-    cluster = distributed.find(given, 2, 1)
+@pytest.mark.parametrize("address", ["here", "[::1]", "[::1]:99", "here:99"])
+def test_a_coordinator_has_a_port_or_gets_one(address):
+    cluster = distributed.find(address, 2, 1)
     assert cluster is not None and cluster.coordinator == (
-        given if given.endswith(":99") else f"{given}:{distributed.PORT}"
+        address if address.endswith(":99") else f"{address}:{distributed.PORT}"
     )
 
 

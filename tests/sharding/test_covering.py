@@ -262,26 +262,26 @@ def pairs() -> list[tuple[str, Case]]:
 def cases() -> list[Any]:
     marks = lambda case: () if case in DEFAULT else pytest.mark.full
     return [
-        pytest.param(name, one, id=f"{name} {one.name}", marks=marks(f"{name} {one.name}")) for name, one in pairs()
+        pytest.param(name, case, id=f"{name} {case.name}", marks=marks(f"{name} {case.name}")) for name, case in pairs()
     ]
 
 
-@pytest.mark.parametrize(("name", "one"), cases())
-def test_a_mesh_is_one_device_spread(name, one):
-    want, got = alone(name, one.num_layers)[1], spread(name, one)
+@pytest.mark.parametrize(("name", "case"), cases())
+def test_a_mesh_is_one_device_spread(name, case):
+    want, got = alone(name, case.num_layers)[1], spread(name, case)
     wrong = {path: error for path, error in errors(got, want).items() if error > 1e-5}
     assert not wrong
     # Norms are whole, and of several axes one may leave small matrices whole: those that make or read a latent, a
     # router's.
-    even = want.layers / one.ways + (want.parameters - want.layers) / one.ways_outside
+    even = want.layers / case.ways + (want.parameters - want.layers) / case.ways_outside
     assert got.parameters < even / 0.9
-    assert want.matrices / got.matrices > 0.8 * one.ways
+    assert want.matrices / got.matrices > 0.8 * case.ways
     # Stages idle in bubbles, and tensor parallelism alone splits no norm's input.
-    assert want.temporaries / got.temporaries > (0.35 if "stage" in one.kinds else 0.55) * one.devices
+    assert want.temporaries / got.temporaries > (0.35 if "stage" in case.kinds else 0.55) * case.devices
     large = [key.split() for key, (_, size) in got.collectives.items() if size > SMALL]
     kinds = {(kind, axis) for kind, *axes in large for axis in axes}
-    assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= one.may_talk
-    counts = counted()[f"{name} {one.name}"]  # a new case's: python -m tests.sharding.collectives
+    assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= case.may_talk
+    counts = counted()[f"{name} {case.name}"]  # a new case's: python -m tests.sharding.collectives
     if jax.__version__.startswith(COUNTED_WITH):
         no_more_than(counts, got.collectives)
 
