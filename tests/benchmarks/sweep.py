@@ -132,7 +132,7 @@ def main() -> None:
     )
     print("|---" * 9 + "|")
     rows = []
-    for row in found(args.names, args.targets) if args.recorded else swept(args, first, of):
+    for row in matching(args.names, args.targets) if args.recorded else swept(args, first, of):
         rows.append(row)
         print(shown(row), flush=True)
         if args.save and "error" not in row:
@@ -155,7 +155,7 @@ def recorded() -> list[dict[str, Any]]:
     return json.loads(RECORDED.read_text())
 
 
-def found(names: list[str], chips: list[str]) -> list[dict[str, Any]]:
+def matching(names: list[str], chips: list[str]) -> list[dict[str, Any]]:
     """Returns the saved rows of some presets (all if none is named) on some kinds of chip."""
     chosen = [row for row in recorded() if row["target"].split("-")[0] in chips]
     return [row for row in chosen if not names or row["preset"] in names]
