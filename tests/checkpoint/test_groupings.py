@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, nn
 from maxlib.checkpoint import Checkpointer
+from maxlib.checkpoint import _records as records
 from tests.checkpoint.test_checkpointer import assert_same
 from tests.training.stacked import KINDS, abstract_model, state_of
 
@@ -143,9 +145,10 @@ def test_another_depth_is_another_model(tmp_path):
 
 def test_groups_of_the_development_version_are_refused(tmp_path):
     model = abstract_model("aaaaa")
-    old = {"layers": {"num_layers": 5, "lead": 0, "prefix": 1, "period": 1}}
-    with Checkpointer(tmp_path, groupings=old) as ck:  # as 0.1.0.dev0 wrote them
-        ck.save(1, state_of(model))
+    saved(tmp_path, model)
+    path = epath.Path(tmp_path) / "1" / "meta" / "meta.json"
+    layouts = {"layers": {"num_layers": 5, "lead": 0, "prefix": 1, "period": 1}}  # as 0.1.0.dev0 wrote them
+    path.write_text(records.to_text(records.read(path) | {"layouts": layouts}))
     with pytest.raises(ValueError, match=r"saved by 0\.1\.0\.dev0"):
         checkpoint.load(tmp_path, state_of(model), groupings=nn.tree.groupings(model))
 
