@@ -101,7 +101,7 @@ def trained() -> dict[str, Any]:
     row = {"tokens": np.arange(8, dtype=np.int32), "targets": np.arange(1, 9, dtype=np.int32)}
     rows = grain.MapDataset.source([row] * 8).repeat()
     return {
-        "batch": {name: jnp.stack([one] * 8) for name, one in row.items()},
+        "batch": {name: jnp.stack([array] * 8) for name, array in row.items()},
         "cfg": CONFIG,
         "optimizer": training.adamw(1e-3),
         "loader": data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=8),

@@ -68,7 +68,7 @@ def _has_shape(hint: object) -> bool:
     if isinstance(hint, type) and hint.__module__.startswith("jaxtyping"):
         return True
     inner = typing.get_args(hint)
-    return any(_has_shape(one) for part in inner for one in (part if isinstance(part, list) else [part]))
+    return any(_has_shape(item) for part in inner for item in (part if isinstance(part, list) else [part]))
 
 
 class _Finder(PathFinder):

@@ -60,8 +60,8 @@ def test_noise():
     """Documents and blocks have a level each, at which a token is masked with this probability."""
     tokens = np.full((64, 256), 7, np.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.repeat([[1, 2]], 64, 0).repeat(128, 1)}
-    whole = nn.with_mask(filled_llama(num_layers=1), ops.Full())
-    for model, group in ((whole, 128), (nn.with_mask(whole, ops.BlockCausal(16)), 16)):
+    network = nn.with_mask(filled_llama(num_layers=1), ops.Full())
+    for model, group in ((network, 128), (nn.with_mask(network, ops.BlockCausal(16)), 16)):
         noisy = jax.jit(training.MaskedDiffusion(MASK, levels=(0.25, 0.75)).corrupt)(model, batch, jax.random.key(0))
         weights = np.asarray(noisy["noise_weights"]).reshape(64, -1, group)
         levels = 1 / weights[:, :, -1:]
