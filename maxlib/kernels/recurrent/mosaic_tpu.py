@@ -1,0 +1,232 @@
+"""Kernels for TPUs (Pallas, Mosaic TPU) of the gated delta rule and of state-space duality, forward and backward.
+
+A program computes a chunk of some heads, and chunks follow each other on the last axis of the grid. States, and in the
+backward pass their gradients from the last chunk to the first, stay in vector memory: in the block of the result, which
+is the same for all chunks. The forward pass stores the state before each chunk; the backward pass reads it and computes
+the chunk again. Through the main memory go the inputs, the outputs, their gradients and these states, and nothing else.
+
+Letters: B rows, T tokens, K key heads, N value heads, J programs of a row, n chunks of C tokens.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from maxlib.kernels.recurrent.chunk import BLOCK, Form, chunk, keys_of
+from maxlib.kernels.recurrent.tiles import MosaicTpuTiles, Shares
+
+
+def recurrence(
+    form: Form, q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, tiles: MosaicTpuTiles
+) -> tuple[Array, Array]:
+    """Applies a recurrence to whole rows; differentiable once, in reverse.
+
+    Args:
+        form: What is computed.
+        q: Queries, `B T K Hk`.
+        k: Keys, `B T K Hk`.
+        v: Values, `B T N Hv`.
+        log_decay: Logarithm of the factor on the state, `B T N`, float32; `START` for the first token of a document.
+        beta: Steps, `B T N`, float32.
+        state: State before the first token, `B N Hv Hk`, float32.
+        tiles: Sizes of a chunk and of a program.
+
+    Returns:
+        The outputs, in the dtype of the values, and the state after the last token.
+    """
+    (B, T, K, Hk), (N, Hv) = k.shape, v.shape[2:]
+    shares = Shares.of(K, N, Hv, tiles.columns)
+    padding = -T % tiles.chunk  # does not change the state: log decays and steps are zero
+
+    def padded(a):
+        return jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2)) if padding else a
+
+    q, k, v = (padded(a).reshape(B, T + padding, -1) for a in (q, k, v))
+    # [B, T, N] -> [B, J, heads, T]
+    rates = (jnp.moveaxis(padded(a), 1, 2).reshape(B, shares.programs, -1, T + padding) for a in (log_decay, beta))
+    out, state = _run(Spec(form, shares, tiles.chunk, Hk, Hv), q, k, v, *rates, state)
+    return out[:, :T].reshape(B, T, N, Hv), state
+
+
+class Spec(NamedTuple):
+    """What is static of a call: the form, the heads of a program, and the sizes of a chunk, of keys and of values."""
+
+    form: Form
+    shares: Shares
+    chunk: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def heads(self) -> int:
+        """Returns the value heads of a program."""
+        return self.shares.key_heads * self.shares.heads
+
+    def columns(self, key_head: int) -> slice:
+        """Returns the columns of a program's key head."""
+        return slice(key_head * self.key_dim, (key_head + 1) * self.key_dim)
+
+    def of_keys(self, key_head: int) -> list[tuple[int, slice]]:
+        """Returns the value heads of a program's key head, and the columns of each."""
+        first, width = key_head * self.shares.heads, self.value_dim
+        return [(head, slice(head * width, (head + 1) * width)) for head in range(first, first + self.shares.heads)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(spec: Spec, q, k, v, log_decay, beta, state) -> tuple[Array, Array]:
+    out, last = _forward(spec, False, q, k, v, log_decay, beta, state)
+    return out, last
+
+
+def _run_forward(spec: Spec, *inputs):
+    out, last, states = _forward(spec, True, *inputs)
+    return (out, last), (*inputs[:-1], states)
+
+
+def _run_backward(spec: Spec, residuals, cotangents):
+    d_q, d_k, *others = _backward(spec, *residuals, *cotangents)
+    # Of a key head that several programs share, each has a part of the gradient.
+    return *(jnp.sum(a, axis=0, dtype=jnp.float32).astype(residuals[0].dtype) for a in (d_q, d_k)), *others
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+def _forward(spec: Spec, save: bool, q, k, v, log_decay, beta, state):
+    blocks, chunks = _Blocks(spec, q, v), q.shape[1] // spec.chunk
+    results = [(blocks.values(), v), (blocks.state(), state)]
+    if save:
+        results.append((blocks.states(), jax.ShapeDtypeStruct((len(v), chunks, *state.shape[1:]), jnp.float32)))
+    inputs = [blocks.keys(), blocks.keys(), blocks.values(), blocks.rates(), blocks.rates(), blocks.state()]
+    return _call(spec, _forward_kernel, inputs, results, 1, q, k, v, log_decay, beta, state)
+
+
+def _forward_kernel(spec: Spec, q_ref, k_ref, v_ref, g_ref, beta_ref, first_ref, out_ref, state_ref, *states_ref):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state_ref[...] = first_ref[...]
+
+    for key_head in range(spec.shares.key_heads):
+        columns = spec.columns(key_head)
+        keys = keys_of(spec.form, q_ref[:, columns], k_ref[:, columns])
+        for head, columns in spec.of_keys(key_head):
+            state, rates = state_ref[head], (g_ref[head : head + 1], beta_ref[head : head + 1])
+            for ref in states_ref:
+                ref[head] = state
+            out, state_ref[head] = chunk(spec.form, keys, v_ref[:, columns], *rates, state)
+            out_ref[:, columns] = out.astype(out_ref.dtype)
+
+
+def _backward(spec: Spec, q, k, v, log_decay, beta, states, d_out, d_last):
+    blocks, S = _Blocks(spec, q, v, reverse=True), spec.shares.splits
+    part = jax.ShapeDtypeStruct((S, *q.shape), q.dtype if S == 1 else jnp.float32)
+    rates, values, state = blocks.rates(), blocks.values(), blocks.state()
+    results = [(blocks.parts(), part), (blocks.parts(), part), (values, v)]
+    results += [(rates, log_decay), (rates, beta), (state, d_last)]
+    inputs = [blocks.keys(), blocks.keys(), values, rates, rates, blocks.states(), values, state]
+    return _call(spec, _backward_kernel, inputs, results, 3, q, k, v, log_decay, beta, states, d_out, d_last)
+
+
+def _backward_kernel(
+    spec: Spec, q_ref, k_ref, v_ref, g_ref, beta_ref, states_ref, d_out_ref, d_last_ref,
+    d_q_ref, d_k_ref, d_v_ref, d_g_ref, d_beta_ref, d_state_ref,
+):  # fmt: skip
+    @pl.when(pl.program_id(2) == 0)  # the last chunk
+    def _():
+        d_state_ref[...] = d_last_ref[...]
+
+    run = functools.partial(chunk, spec.form)
+    for key_head in range(spec.shares.key_heads):
+        of_key = spec.columns(key_head)
+        wide = (ref[:, of_key].astype(jnp.float32) for ref in (q_ref, k_ref))
+        keys, pull_keys = jax.vjp(functools.partial(keys_of, spec.form), *wide)
+        d_keys = jax.tree.map(jnp.zeros_like, keys)
+        for head, columns in spec.of_keys(key_head):
+            row, v = slice(head, head + 1), v_ref[:, columns].astype(jnp.float32)
+            _, pull = jax.vjp(run, keys, v, g_ref[row], beta_ref[row], states_ref[head])
+            of_head, d_v, d_g_ref[row], d_beta_ref[row], d_state_ref[head] = pull(
+                (d_out_ref[:, columns].astype(jnp.float32), d_state_ref[head])
+            )
+            d_keys = jax.tree.map(jnp.add, d_keys, of_head)
+            d_v_ref[:, columns] = d_v.astype(d_v_ref.dtype)
+        for ref, gradient in zip((d_q_ref, d_k_ref), pull_keys(d_keys), strict=True):
+            ref[:, of_key] = gradient.astype(ref.dtype)
+
+
+class _Blocks:
+    """The blocks of a program's operands, by row, program and chunk; in reverse from the last chunk to the first."""
+
+    def __init__(self, spec: Spec, q: Array, v: Array, reverse: bool = False):
+        self.spec, self.chunks, self.reverse = spec, q.shape[1] // spec.chunk, reverse
+
+    def _block(self, shape: tuple, index) -> pl.BlockSpec:
+        def at(row, program, step):
+            return index(row, program, self.chunks - 1 - step if self.reverse else step)
+
+        return pl.BlockSpec(shape, at)
+
+    def keys(self) -> pl.BlockSpec:
+        """Of queries and keys, `B T K*Hk`."""
+        width, splits = self.spec.shares.key_heads * self.spec.key_dim, self.spec.shares.splits
+        return self._block((None, self.spec.chunk, width), lambda b, j, c: (b, c, j // splits))
+
+    def parts(self) -> pl.BlockSpec:
+        """Of their gradients, `splits B T K*Hk`."""
+        width, splits = self.spec.shares.key_heads * self.spec.key_dim, self.spec.shares.splits
+        return self._block((None, None, self.spec.chunk, width), lambda b, j, c: (j % splits, b, c, j // splits))
+
+    def values(self) -> pl.BlockSpec:
+        """Of values and outputs, `B T N*Hv`."""
+        return self._block((None, self.spec.chunk, self.spec.heads * self.spec.value_dim), lambda b, j, c: (b, c, j))
+
+    def rates(self) -> pl.BlockSpec:
+        """Of rates, `B J heads T`."""
+        return self._block((None, None, self.spec.heads, self.spec.chunk), lambda b, j, c: (b, j, 0, c))
+
+    def state(self) -> pl.BlockSpec:
+        """Of the first or last state, `B N Hv Hk`."""
+        spec = self.spec
+        return self._block((None, spec.heads, spec.value_dim, spec.key_dim), lambda b, j, c: (b, j, 0, 0))
+
+    def states(self) -> pl.BlockSpec:
+        """Of the states before all chunks, `B n N Hv Hk`."""
+        spec = self.spec
+        return self._block((None, None, spec.heads, spec.value_dim, spec.key_dim), lambda b, j, c: (b, c, j, 0, 0))
+
+
+def _call(spec: Spec, kernel, inputs: list, results: list, passes: int, *operands: Array) -> Any:
+    """Runs a kernel on the grid of rows, programs and chunks, with an estimate of its cost."""
+    rows, tokens = operands[0].shape[:2]
+    grid = rows, spec.shares.programs, tokens // spec.chunk
+    blocks, shapes = zip(*results, strict=True)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes]
+    moved = sum(a.size * a.dtype.itemsize for a in (*operands, *shapes))
+    flops = rows * tokens * spec.shares.programs * _flops(spec, passes)
+    return pl.pallas_call(
+        functools.partial(kernel, spec),
+        grid=grid,
+        in_specs=inputs,
+        out_specs=list(blocks),
+        out_shape=shapes,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved),
+        name=f"recurrence{kernel.__name__.removesuffix('_kernel')}",
+    )(*operands)
+
+
+def _flops(spec: Spec, passes: int) -> int:
+    """Counts the FLOPs of a program's matmuls for each token, in one pass or three (backward, which repeats one)."""
+    C, Hk, Hv, delta = spec.chunk, spec.key_dim, spec.value_dim, spec.form.delta
+    scores = C * Hk * (2 if delta else 1)  # for a key head
+    # Decays; the outputs within the chunk, what queries read, the update; what keys read, the values.
+    of_head = C * C + C * Hv + 2 * Hk * Hv + (C * Hv + Hk * Hv if delta else 0)
+    inverse = C * C * (C // BLOCK).bit_length() if delta else 0  # a block of twice the size in each step
+    return 2 * (spec.shares.key_heads * passes * scores + spec.heads * (passes * of_head + inverse))
