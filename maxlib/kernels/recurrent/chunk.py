@@ -186,15 +186,16 @@ def inverse(form: Form, lower: Array) -> Array:
     """Returns `(I + lower)^-1`: blocks of eight rows on the diagonal by substitution, then twice as large ones."""
     size = len(lower)
     row, column = _indices(size)
-    diagonal = row // BLOCK == column // BLOCK
+    apart = row ^ column  # less than a power of two within a block of that size
+    diagonal = apart < BLOCK
     small = _small_inverses(form, jnp.where(diagonal, lower, 0.0).reshape(-1, BLOCK, size).sum(0))
-    inverted = jnp.where(diagonal, jnp.broadcast_to(small[None], (size // BLOCK, BLOCK, size)).reshape(size, size), 0.0)
-    block = BLOCK
+    inverted = jnp.broadcast_to(small[None], (size // BLOCK, BLOCK, size)).reshape(size, size)
+    inverted, block = jnp.where(diagonal, inverted, 0.0), BLOCK
     while block < size:
         # [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]]: only the lower rows of each pair change.
         pairs = inverted.reshape(-1, 2, block, size)
         upper, below = pairs[:, 0], pairs[:, 1].reshape(size // 2, size)
-        corner = jnp.where((row // block == column // block + 1) & (row // block % 2 == 1), lower, 0.0)
+        corner = jnp.where((apart >= block) & (apart < 2 * block), lower, 0.0)
         below = below - form.dot(form.dot(below, corner, (1, 0)), inverted, (1, 0))
         inverted = jnp.stack([upper, below.reshape(upper.shape)], axis=1).reshape(size, size)
         block *= 2
@@ -206,11 +207,11 @@ def _small_inverses(form: Form, lower: Array) -> Array:
     size = lower.shape[1]
     row, column = (jax.lax.broadcasted_iota(jnp.int32, lower.shape, axis) for axis in (0, 1))
     across, along = _indices(size)
-    block = (across // BLOCK == along // BLOCK).astype(jnp.float32)
+    block = (across ^ along < BLOCK).astype(jnp.float32)
     # Column l of each block, in all columns of the block, for every l.
-    columns = jnp.concatenate([jnp.where(column % BLOCK == l, lower, 0.0) for l in range(BLOCK - 1)])
+    columns = jnp.concatenate([jnp.where(column & BLOCK - 1 == l, lower, 0.0) for l in range(BLOCK - 1)])
     columns = form.dot(columns, block, (1, 0), (WIDE, 1))
-    inverted = (row == column % BLOCK).astype(jnp.float32)
+    inverted = (row == column & BLOCK - 1).astype(jnp.float32)
     for l in range(BLOCK - 1):
         inverted = inverted - columns[l * BLOCK :][:BLOCK] * inverted[l : l + 1]
     return inverted

@@ -9,6 +9,7 @@ Letters: B rows, T tokens, K key heads, N value heads, J programs of a row, n ch
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ def recurrence(
     """
     (B, T, K, Hk), (N, Hv) = k.shape, v.shape[2:]
     shares = Shares.of(K, N, Hv, tiles.columns)
+    assert shares is not None
     padding = -T % tiles.chunk  # does not change the state: log decays and steps are zero
 
     def padded(a):
@@ -67,14 +69,29 @@ class Spec(NamedTuple):
         """Returns the value heads of a program."""
         return self.shares.key_heads * self.shares.heads
 
-    def columns(self, key_head: int) -> slice:
-        """Returns the columns of a program's key head."""
-        return slice(key_head * self.key_dim, (key_head + 1) * self.key_dim)
+    def units(self) -> Callable:
+        """Returns a decorator that runs a function for each unit of heads, in a loop.
 
-    def of_keys(self, key_head: int) -> list[tuple[int, slice]]:
-        """Returns the value heads of a program's key head, and the columns of each."""
-        first, width = key_head * self.shares.heads, self.value_dim
-        return [(head, slice(head * width, (head + 1) * width)) for head in range(first, first + self.shares.heads)]
+        The function gets the columns of the unit's key head, those of its value heads, and the first of these heads.
+        """
+
+        def run(body):
+            @pl.loop(0, self.heads // self.shares.unit)
+            def _(unit):
+                head = unit * self.shares.unit
+                key_head = head // self.shares.heads
+                body(_columns(key_head, self.key_dim), _columns(unit, self.shares.unit * self.value_dim), head)
+
+        return run
+
+    def heads_of(self, first) -> list[tuple[Any, slice]]:
+        """Returns the heads of a unit, as rows, and the columns of each within the unit."""
+        width = self.value_dim
+        return [(first + i, slice(i * width, (i + 1) * width)) for i in range(self.shares.unit)]
+
+
+def _columns(index, width: int):
+    return pl.ds(pl.multiple_of(index * width, width), width)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -106,7 +123,7 @@ def _forward(spec: Spec, save: bool, q, k, v, log_decay, beta, state):
     if save:
         results.append((blocks.states(), jax.ShapeDtypeStruct((len(v), chunks, *state.shape[1:]), jnp.float32)))
     inputs = [blocks.keys(), blocks.keys(), blocks.values(), blocks.rates(), blocks.rates(), blocks.state()]
-    return _call(spec, _forward_kernel, inputs, results, 1, q, k, v, log_decay, beta, state)
+    return _call(spec, _forward_kernel, inputs, results, [], q, k, v, log_decay, beta, state)
 
 
 def _forward_kernel(spec: Spec, q_ref, k_ref, v_ref, g_ref, beta_ref, first_ref, out_ref, state_ref, *states_ref):
@@ -114,15 +131,16 @@ def _forward_kernel(spec: Spec, q_ref, k_ref, v_ref, g_ref, beta_ref, first_ref,
     def _():
         state_ref[...] = first_ref[...]
 
-    for key_head in range(spec.shares.key_heads):
-        columns = spec.columns(key_head)
-        keys = keys_of(spec.form, q_ref[:, columns], k_ref[:, columns])
-        for head, columns in spec.of_keys(key_head):
-            state, rates = state_ref[head], (g_ref[head : head + 1], beta_ref[head : head + 1])
+    @spec.units()
+    def _(of_key, of_values, first):
+        keys = keys_of(spec.form, q_ref[:, of_key], k_ref[:, of_key])
+        values_ref, outs_ref = v_ref.at[:, of_values], out_ref.at[:, of_values]
+        for head, columns in spec.heads_of(first):
+            state, row = state_ref[head], pl.ds(head, 1)
             for ref in states_ref:
                 ref[head] = state
-            out, state_ref[head] = chunk(spec.form, keys, v_ref[:, columns], *rates, state)
-            out_ref[:, columns] = out.astype(out_ref.dtype)
+            out, state_ref[head] = chunk(spec.form, keys, values_ref[:, columns], g_ref[row], beta_ref[row], state)
+            outs_ref[:, columns] = out.astype(out_ref.dtype)
 
 
 def _backward(spec: Spec, q, k, v, log_decay, beta, states, d_out, d_last):
@@ -132,33 +150,38 @@ def _backward(spec: Spec, q, k, v, log_decay, beta, states, d_out, d_last):
     results = [(blocks.parts(), part), (blocks.parts(), part), (values, v)]
     results += [(rates, log_decay), (rates, beta), (state, d_last)]
     inputs = [blocks.keys(), blocks.keys(), values, rates, rates, blocks.states(), values, state]
-    return _call(spec, _backward_kernel, inputs, results, 3, q, k, v, log_decay, beta, states, d_out, d_last)
+    sums = [pltpu.VMEM((spec.chunk, spec.shares.key_heads * spec.key_dim), jnp.float32)] * 2  # of queries and keys
+    return _call(spec, _backward_kernel, inputs, results, sums, q, k, v, log_decay, beta, states, d_out, d_last)
 
 
 def _backward_kernel(
     spec: Spec, q_ref, k_ref, v_ref, g_ref, beta_ref, states_ref, d_out_ref, d_last_ref,
-    d_q_ref, d_k_ref, d_v_ref, d_g_ref, d_beta_ref, d_state_ref,
+    d_q_ref, d_k_ref, d_v_ref, d_g_ref, d_beta_ref, d_state_ref, q_sum_ref, k_sum_ref,
 ):  # fmt: skip
     @pl.when(pl.program_id(2) == 0)  # the last chunk
     def _():
         d_state_ref[...] = d_last_ref[...]
 
-    run = functools.partial(chunk, spec.form)
-    for key_head in range(spec.shares.key_heads):
-        of_key = spec.columns(key_head)
+    q_sum_ref[...], k_sum_ref[...] = jnp.zeros_like(q_sum_ref), jnp.zeros_like(k_sum_ref)
+
+    @spec.units()
+    def _(of_key, of_values, first):
         wide = (ref[:, of_key].astype(jnp.float32) for ref in (q_ref, k_ref))
         keys, pull_keys = jax.vjp(functools.partial(keys_of, spec.form), *wide)
+        values_ref, d_outs_ref, d_values_ref = (ref.at[:, of_values] for ref in (v_ref, d_out_ref, d_v_ref))
         d_keys = jax.tree.map(jnp.zeros_like, keys)
-        for head, columns in spec.of_keys(key_head):
-            row, v = slice(head, head + 1), v_ref[:, columns].astype(jnp.float32)
+        for head, columns in spec.heads_of(first):
+            row, v = pl.ds(head, 1), values_ref[:, columns].astype(jnp.float32)
+            run = functools.partial(chunk, spec.form)
             _, pull = jax.vjp(run, keys, v, g_ref[row], beta_ref[row], states_ref[head])
-            of_head, d_v, d_g_ref[row], d_beta_ref[row], d_state_ref[head] = pull(
-                (d_out_ref[:, columns].astype(jnp.float32), d_state_ref[head])
-            )
+            d_out = d_outs_ref[:, columns].astype(jnp.float32)
+            of_head, d_v, d_g_ref[row], d_beta_ref[row], d_state_ref[head] = pull((d_out, d_state_ref[head]))
             d_keys = jax.tree.map(jnp.add, d_keys, of_head)
-            d_v_ref[:, columns] = d_v.astype(d_v_ref.dtype)
-        for ref, gradient in zip((d_q_ref, d_k_ref), pull_keys(d_keys), strict=True):
-            ref[:, of_key] = gradient.astype(ref.dtype)
+            d_values_ref[:, columns] = d_v.astype(d_v_ref.dtype)
+        for ref, gradient in zip((q_sum_ref, k_sum_ref), pull_keys(d_keys), strict=True):
+            ref[:, of_key] += gradient
+
+    d_q_ref[...], d_k_ref[...] = q_sum_ref[...].astype(d_q_ref.dtype), k_sum_ref[...].astype(d_k_ref.dtype)
 
 
 class _Blocks:
@@ -202,20 +225,21 @@ class _Blocks:
         return self._block((None, None, spec.heads, spec.value_dim, spec.key_dim), lambda b, j, c: (b, c, j, 0, 0))
 
 
-def _call(spec: Spec, kernel, inputs: list, results: list, passes: int, *operands: Array) -> Any:
+def _call(spec: Spec, kernel: Callable, inputs: list, results: list, scratch: list, *operands: Array) -> Any:
     """Runs a kernel on the grid of rows, programs and chunks, with an estimate of its cost."""
     rows, tokens = operands[0].shape[:2]
     grid = rows, spec.shares.programs, tokens // spec.chunk
     blocks, shapes = zip(*results, strict=True)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes]
     moved = sum(a.size * a.dtype.itemsize for a in (*operands, *shapes))
-    flops = rows * tokens * spec.shares.programs * _flops(spec, passes)
+    flops = rows * tokens * spec.shares.programs * _flops(spec, 3 if scratch else 1)
     return pl.pallas_call(
         functools.partial(kernel, spec),
         grid=grid,
         in_specs=inputs,
         out_specs=list(blocks),
         out_shape=shapes,
+        scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved),
         name=f"recurrence{kernel.__name__.removesuffix('_kernel')}",
