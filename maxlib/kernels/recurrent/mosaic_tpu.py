@@ -5,6 +5,8 @@ backward pass their gradients from the last chunk to the first, stay in vector m
 is the same for all chunks. The forward pass stores the state before each chunk; the backward pass reads it and computes
 the chunk again. Through the main memory go the inputs, the outputs, their gradients and these states, and nothing else.
 
+Whole numbers are divided by `lax.div`: `//` rounds negative ones down, and Mosaic would ask which TPU it compiles for.
+
 Letters: B rows, T tokens, K key heads, N value heads, J programs of a row, n chunks of C tokens.
 """
 
@@ -79,7 +81,7 @@ class Spec(NamedTuple):
             @pl.loop(0, self.heads // self.shares.unit)
             def _(unit):
                 head = unit * self.shares.unit
-                key_head = head // self.shares.heads
+                key_head = jax.lax.div(head, self.shares.heads)
                 body(_columns(key_head, self.key_dim), _columns(unit, self.shares.unit * self.value_dim), head)
 
         return run
@@ -199,12 +201,14 @@ class _Blocks:
     def keys(self) -> pl.BlockSpec:
         """Of queries and keys, `B T K*Hk`."""
         width, splits = self.spec.shares.key_heads * self.spec.key_dim, self.spec.shares.splits
-        return self._block((None, self.spec.chunk, width), lambda b, j, c: (b, c, j // splits))
+        return self._block((None, self.spec.chunk, width), lambda b, j, c: (b, c, jax.lax.div(j, splits)))
 
     def parts(self) -> pl.BlockSpec:
         """Of their gradients, `splits B T K*Hk`."""
         width, splits = self.spec.shares.key_heads * self.spec.key_dim, self.spec.shares.splits
-        return self._block((None, None, self.spec.chunk, width), lambda b, j, c: (j % splits, b, c, j // splits))
+        return self._block(
+            (None, None, self.spec.chunk, width), lambda b, j, c: (jax.lax.rem(j, splits), b, c, jax.lax.div(j, splits))
+        )
 
     def values(self) -> pl.BlockSpec:
         """Of values and outputs, `B T N*Hv`."""
