@@ -120,11 +120,12 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 def _forward(spec: Spec, save: bool, q, k, v, log_decay, beta, state):
-    blocks, chunks = _Blocks(spec, q, v), q.shape[1] // spec.chunk
-    results = [(blocks.values(), v), (blocks.state(), state)]
+    chunks = q.shape[1] // spec.chunk
+    blocks = _Blocks.of(spec, chunks)
+    results = [(blocks.values, v), (blocks.state, state)]
     if save:
-        results.append((blocks.states(), jax.ShapeDtypeStruct((len(v), chunks, *state.shape[1:]), jnp.float32)))
-    inputs = [blocks.keys(), blocks.keys(), blocks.values(), blocks.rates(), blocks.rates(), blocks.state()]
+        results.append((blocks.states, jax.ShapeDtypeStruct((len(v), chunks, *state.shape[1:]), jnp.float32)))
+    inputs = [blocks.keys, blocks.keys, blocks.values, blocks.rates, blocks.rates, blocks.state]
     return _call(spec, _forward_kernel, inputs, results, [], q, k, v, log_decay, beta, state)
 
 
@@ -146,12 +147,12 @@ def _forward_kernel(spec: Spec, q_ref, k_ref, v_ref, g_ref, beta_ref, first_ref,
 
 
 def _backward(spec: Spec, q, k, v, log_decay, beta, states, d_out, d_last):
-    blocks, S = _Blocks(spec, q, v, reverse=True), spec.shares.splits
-    part = jax.ShapeDtypeStruct((S, *q.shape), q.dtype if S == 1 else jnp.float32)
-    rates, values, state = blocks.rates(), blocks.values(), blocks.state()
-    results = [(blocks.parts(), part), (blocks.parts(), part), (values, v)]
-    results += [(rates, log_decay), (rates, beta), (state, d_last)]
-    inputs = [blocks.keys(), blocks.keys(), values, rates, rates, blocks.states(), values, state]
+    blocks, splits = _Blocks.of(spec, states.shape[1], reverse=True), spec.shares.splits
+    part = jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32)
+    results = [(blocks.parts, part), (blocks.parts, part), (blocks.values, v)]
+    results += [(blocks.rates, log_decay), (blocks.rates, beta), (blocks.state, d_last)]
+    inputs = [blocks.keys, blocks.keys, blocks.values, blocks.rates, blocks.rates]
+    inputs += [blocks.states, blocks.values, blocks.state]
     sums = [pltpu.VMEM((spec.chunk, spec.shares.key_heads * spec.key_dim), jnp.float32)] * 2  # of queries and keys
     return _call(spec, _backward_kernel, inputs, results, sums, q, k, v, log_decay, beta, states, d_out, d_last)
 
@@ -186,47 +187,47 @@ def _backward_kernel(
     d_q_ref[...], d_k_ref[...] = q_sum_ref[...].astype(d_q_ref.dtype), k_sum_ref[...].astype(d_k_ref.dtype)
 
 
-class _Blocks:
-    """The blocks of a program's operands, by row, program and chunk; in reverse from the last chunk to the first."""
+class _Blocks(NamedTuple):
+    """The blocks of a program's operands.
 
-    def __init__(self, spec: Spec, q: Array, v: Array, reverse: bool = False):
-        self.spec, self.chunks, self.reverse = spec, q.shape[1] // spec.chunk, reverse
+    Args:
+        keys: Queries and keys, `B T K*Hk`.
+        parts: Their gradients, `splits B T K*Hk`.
+        values: Values and outputs, `B T N*Hv`.
+        rates: Log decays and steps, `B J heads T`.
+        state: The state before or after all chunks, `B N Hv Hk`.
+        states: Those before each chunk, `B n N Hv Hk`.
+    """
 
-    def _block(self, shape: tuple, index) -> pl.BlockSpec:
-        def at(row, program, step):
-            return index(row, program, self.chunks - 1 - step if self.reverse else step)
+    keys: pl.BlockSpec
+    parts: pl.BlockSpec
+    values: pl.BlockSpec
+    rates: pl.BlockSpec
+    state: pl.BlockSpec
+    states: pl.BlockSpec
 
-        return pl.BlockSpec(shape, at)
+    @classmethod
+    def of(cls, spec: Spec, chunks: int, *, reverse: bool = False) -> "_Blocks":
+        """Returns the blocks by row b, program j and step; in reverse from the last chunk to the first."""
+        C, splits, state = spec.chunk, spec.shares.splits, (spec.heads, spec.value_dim, spec.key_dim)
+        keys, values = spec.shares.key_heads * spec.key_dim, spec.heads * spec.value_dim
 
-    def keys(self) -> pl.BlockSpec:
-        """Of queries and keys, `B T K*Hk`."""
-        width, splits = self.spec.shares.key_heads * self.spec.key_dim, self.spec.shares.splits
-        return self._block((None, self.spec.chunk, width), lambda b, j, c: (b, c, jax.lax.div(j, splits)))
+        def chunk_of(step):
+            return chunks - 1 - step if reverse else step
 
-    def parts(self) -> pl.BlockSpec:
-        """Of their gradients, `splits B T K*Hk`."""
-        width, splits = self.spec.shares.key_heads * self.spec.key_dim, self.spec.shares.splits
-        return self._block(
-            (None, None, self.spec.chunk, width), lambda b, j, c: (jax.lax.rem(j, splits), b, c, jax.lax.div(j, splits))
+        def key_heads(j):
+            return jax.lax.div(j, splits)
+
+        return cls(
+            keys=pl.BlockSpec((None, C, keys), lambda b, j, step: (b, chunk_of(step), key_heads(j))),
+            parts=pl.BlockSpec(
+                (None, None, C, keys), lambda b, j, step: (jax.lax.rem(j, splits), b, chunk_of(step), key_heads(j))
+            ),
+            values=pl.BlockSpec((None, C, values), lambda b, j, step: (b, chunk_of(step), j)),
+            rates=pl.BlockSpec((None, None, spec.heads, C), lambda b, j, step: (b, j, 0, chunk_of(step))),
+            state=pl.BlockSpec((None, *state), lambda b, j, step: (b, j, 0, 0)),
+            states=pl.BlockSpec((None, None, *state), lambda b, j, step: (b, chunk_of(step), j, 0, 0)),
         )
-
-    def values(self) -> pl.BlockSpec:
-        """Of values and outputs, `B T N*Hv`."""
-        return self._block((None, self.spec.chunk, self.spec.heads * self.spec.value_dim), lambda b, j, c: (b, c, j))
-
-    def rates(self) -> pl.BlockSpec:
-        """Of rates, `B J heads T`."""
-        return self._block((None, None, self.spec.heads, self.spec.chunk), lambda b, j, c: (b, j, 0, c))
-
-    def state(self) -> pl.BlockSpec:
-        """Of the first or last state, `B N Hv Hk`."""
-        spec = self.spec
-        return self._block((None, spec.heads, spec.value_dim, spec.key_dim), lambda b, j, c: (b, j, 0, 0))
-
-    def states(self) -> pl.BlockSpec:
-        """Of the states before all chunks, `B n N Hv Hk`."""
-        spec = self.spec
-        return self._block((None, None, spec.heads, spec.value_dim, spec.key_dim), lambda b, j, c: (b, c, j, 0, 0))
 
 
 def _call(spec: Spec, kernel: Callable, inputs: list, results: list, scratch: list, *operands: Array) -> Any:
@@ -253,8 +254,8 @@ def _call(spec: Spec, kernel: Callable, inputs: list, results: list, scratch: li
 def _flops(spec: Spec, passes: int) -> int:
     """Counts the FLOPs of a program's matmuls for each token, in one pass or three (backward, which repeats one)."""
     C, Hk, Hv, delta = spec.chunk, spec.key_dim, spec.value_dim, spec.form.delta
-    scores = C * Hk * (2 if delta else 1)  # for a key head
+    scores = C * Hk * (2 if delta else 1)  # of a unit
     # Decays; the outputs within the chunk, what queries read, the update; what keys read, the values.
     of_head = C * C + C * Hv + 2 * Hk * Hv + (C * Hv + Hk * Hv if delta else 0)
-    inverse = C * C * (C // BLOCK).bit_length() if delta else 0  # a block of twice the size in each step
-    return 2 * (spec.shares.key_heads * passes * scores + spec.heads * (passes * of_head + inverse))
+    inverse = C * C * (C // BLOCK).bit_length() if delta else 0  # the smallest blocks, and each doubling
+    return 2 * (spec.heads // spec.shares.unit * passes * scores + spec.heads * (passes * of_head + inverse))
