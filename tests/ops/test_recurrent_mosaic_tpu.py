@@ -9,12 +9,14 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from maxlib import ops, sharding
+from maxlib import ops, plan, sharding
 from maxlib.kernels.recurrent.chunk import Form, inverse
 from maxlib.kernels.recurrent.tiles import MosaicTpuTiles, Shares
 from maxlib.observability import forward_flops
 from maxlib.ops._recurrent import recurrence
+from maxlib.plan._targets import has_tpu_compiler
 from tests.ops.recurrences import GATED_DELTA, SSD, in_float64
+from tests.plan import jobs
 
 NAME, B, T, KEY, VALUE = "mosaic_tpu", 2, 150, 128, 256  # two chunks of 128, the second one a part
 STARTS = np.zeros((B, T), bool)
@@ -177,3 +179,24 @@ def test_programs_for_tpus_call_a_kernel_in_each_pass(rule, on_tpu):
         assert [text.count(f"recurrence_{name}") > 0 for name in ("forward", "backward")] == [True, True]
         assert text.count("@tpu_custom_call(") == 2
     assert forward_flops(loss, x) == forward_flops(lambda x: rule(x, implementation="chunked")[0].sum(), x)
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+def test_a_plan_from_shapes_needs_no_tpu():
+    """Although layers name a kernel for TPUs: only the program that is compiled has it."""
+    estimates = [plan.estimated(plan.Job(model, "v5p-8", sequence=256)) for model in (jobs.recurrent, plain)]
+    assert estimates[0].peak == estimates[1].peak and estimates[0].model_flops == estimates[1].model_flops
+
+
+def plain():
+    return jobs.recurrent("chunked")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not has_tpu_compiler(), reason="needs libtpu")
+def test_a_compiled_plan_counts_the_kernels():
+    kernels, chunked = (plan.plan(plan.Job(model, "v5p-8", sequence=1024)) for model in (jobs.recurrent, plain))
+    assert kernels.costs.bytes < 0.8 * chunked.costs.bytes
+    assert 0.8 * chunked.costs.flops < kernels.costs.flops < 2 * chunked.costs.flops
