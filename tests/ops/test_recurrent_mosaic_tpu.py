@@ -106,7 +106,7 @@ def test_devices_that_share_rows_heads_and_tokens_are_one(rule, interpreted):
     x = {name: a[:, :144] if a.ndim > 1 and a.shape[1] == T else a for name, a in x.items()}
     by_head = {"a": P("tensor"), "d": P("tensor"), "initial_state": P("fsdp", "tensor")}
     specs = {name: by_head.get(name, P("fsdp", "context", "tensor")) for name in x}
-    starts = STARTS[:, :144]
+    starts = jnp.asarray(STARTS[:, :144])
 
     def local(x, starts):
         return rule(x, is_start=starts, implementation=NAME, axis_name="context")
