@@ -179,8 +179,9 @@ def make_program(job: Job) -> Program:
     layout = _layout(job)
     rows = _rows(job, layout)
     model = jax.eval_shape(job.build)
-    named = {mixer.op: mixer.implementation for mixer in nn.mixer.mixers(model) if mixer.implementation is not None}
-    model = _choosing(model, dict.fromkeys(named))
+    chosen = {mixer.op: getattr(mixer, "implementation", None) for mixer in nn.mixer.mixers(model)}
+    named = {op: name for op, name in chosen.items() if op is not None and name is not None}
+    model = _choosing(model, dict.fromkeys(named, None))
     places = sharding.shardings(model, layout)
     optimizer = _optimizer(job, model)
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
@@ -191,7 +192,7 @@ def make_program(job: Job) -> Program:
     return program
 
 
-def _choosing(model: Any, named: Mapping[str, str | None]) -> Any:
+def _choosing(model: Any, named: Mapping[str, Any]) -> Any:
     """Chooses the implementations of ops in all layers of a model, by op."""
     for op, implementation in named.items():
         model = nn.mixer.with_implementation(model, implementation, op=op)

@@ -198,5 +198,6 @@ def plain():
 @pytest.mark.skipif(not has_tpu_compiler(), reason="needs libtpu")
 def test_a_compiled_plan_counts_the_kernels():
     kernels, chunked = (plan.plan(plan.Job(model, "v5p-8", sequence=1024)) for model in (jobs.recurrent, plain))
+    assert kernels.costs and chunked.costs
     assert kernels.costs.bytes < 0.8 * chunked.costs.bytes
     assert 0.8 * chunked.costs.flops < kernels.costs.flops < 2 * chunked.costs.flops

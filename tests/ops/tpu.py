@@ -94,7 +94,7 @@ def print_recurrences(device) -> None:
             begin = time.perf_counter()
             compiled = compile_recurrence(device, sizes, dtype, implementation)
             costs, fewest = (
-                read_costs(compiled.as_text(), {"device": 1}),
+                read_costs(compiled.as_text() or "", {"device": 1}),
                 fewest_bytes(sizes, jnp.dtype(dtype).itemsize),
             )
             print(

@@ -18,7 +18,7 @@ Gradients are those of `jax.vjp` of these functions, traced within the kernel.
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Queries and keys of a chunk, float32, `C Hk`, and their products with the keys, `C C`; k k^T of a delta rule."""
+    """Queries and keys of a chunk, float32, `C Hk`, and their products with the keys, `C C`; k k^T of the delta rule."""
 
     q: Array
     k: Array
@@ -99,12 +99,12 @@ def chunk(form: Form, keys: Keys, v: Array, log_decay: Array, beta: Array, state
     out_of = jnp.exp(jnp.sum(jnp.where(column > row, log_decay, 0.0), axis=1, keepdims=True))
     across = jnp.exp(jnp.sum(log_decay, axis=1, keepdims=True))  # 1 1
     beta = jnp.sum(jnp.where(row == column, beta, 0.0), axis=1, keepdims=True)  # [1, C] -> [C, 1]
-    if form.delta:
+    if keys.kk is None:
+        values = beta * v
+    else:
         missing = v - into * form.dot(keys.k, state, (1, 1), (form.of_key, WIDE))
         lower = jnp.where(column < row, beta * keys.kk * decay, 0.0)
-        values = solved(form, lower, beta * missing)
-    else:
-        values = beta * v
+        values = cast(Array, solved(form, lower, beta * missing))
     read = form.scale * into * form.dot(keys.q, state, (1, 1), (form.of_key, WIDE))
     out = read + form.dot(keys.qk * decay, values, (1, 0))
     written = form.dot(out_of * values, keys.k, (0, 0), (WIDE, form.of_key))
@@ -128,7 +128,8 @@ def _dot(a: Array, b: Array, axes: tuple[int, int], parts: tuple[int, int] | Non
         return jax.lax.dot_general(a, b, dims, precision="highest", preferred_element_type=jnp.float32)
     # Not the product of both rests, which is smaller than the rounding of the others.
     pairs = [(x, y) for i, x in enumerate(_split(a, parts[0])) for y in _split(b, parts[1])[: WIDE - i]]
-    return sum(jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32) for x, y in pairs)
+    first, *others = (jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32) for x, y in pairs)
+    return sum(others, start=first)
 
 
 def _split(x: Array, parts: int) -> list[Array]:

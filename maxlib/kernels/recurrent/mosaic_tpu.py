@@ -53,7 +53,8 @@ def recurrence(
     q, k, v = (padded(a).reshape(B, T + padding, -1) for a in (q, k, v))
     # [B, T, N] -> [B, J, heads, T]
     rates = (jnp.moveaxis(padded(a), 1, 2).reshape(B, shares.programs, -1, T + padding) for a in (log_decay, beta))
-    out, state = _run(Spec(form, shares, tiles.chunk, Hk, Hv), q, k, v, *rates, state)
+    run: Callable = functools.partial(_run, Spec(form, shares, tiles.chunk, Hk, Hv))
+    out, state = run(q, k, v, *rates, state)
     return out[:, :T].reshape(B, T, N, Hv), state
 
 
