@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Queries and keys of a chunk, float32, `C Hk`, and their products with the keys, `C C`; k k^T of the delta rule."""
+    """Queries and keys of a chunk, float32, `C Hk`, and products with the keys, `C C`; k k^T of the delta rule."""
 
     q: Array
     k: Array
