@@ -123,6 +123,7 @@ def finetuned(request, corpus, run, tmp_path_factory) -> tuple[Path, str]:
     return out, example("finetune.py", run[0] / "model", jsonl, *options, *rate, "--lora", request.param)
 
 
+@full  # by default pyright reads it, and tests of adapters and exports what it calls
 def test_finetune_lowers_the_loss_and_exports(run, finetuned):
     out, text = finetuned
     before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
@@ -179,8 +180,8 @@ def test_chats_get_the_images_of_others():
     assert of(one, {"messages": [answer]}) == one
 
 
-def test_generate_writes_from_a_directory(finetuned):
-    text = example("generate.py", "Once there", "--model", finetuned[0] / "model", "--tokens", 8, "--raw")
+def test_generate_writes_from_a_directory(run):
+    text = example("generate.py", "Once there", "--model", run[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4
 
 

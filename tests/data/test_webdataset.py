@@ -43,10 +43,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def first_tokens(batches) -> list[int]:
-    return [int(t) for batch in batches for t in batch["tokens"][batch["positions"] == 0][:1]]
-
-
 def test_samples_are_documents(folder):
     documents = list(data.WebDataset(folder)[:])
     assert len(documents) == 24

@@ -109,6 +109,7 @@ def test_models_that_cannot_are_refused(generator):
         drafting(without)
 
 
+@pytest.mark.full
 def test_sampled_texts_are_those_without_drafts(generator):
     """Conversations of two turns, in chunks, whose beginnings are reused in the cache of the module, too."""
     texts = []

@@ -22,7 +22,6 @@ from tests.models.image_conformance import GRIDS, IMAGE, VIDEO, ImageConformance
 
 AUDIO = 58
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO, "boi_token_id": 1, "eoi_token_id": 2}
-UNREAD = ("audio_config", "boa_token_id", "eoa_token_index")  # of sound
 TOWER = {
     "hidden_size": 24,
     "intermediate_size": 30,

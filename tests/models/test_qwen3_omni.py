@@ -99,7 +99,6 @@ class TestQwen3Omni(InputConformance):
     cases: ClassVar = {key: {} for key in CASES}
     prompts = 44, 38, 20
     offset = None
-    gradients_by_default = True
     matters: ClassVar = {
         "thinker_config.position_id_per_seconds": 9,
         "thinker_config.text_config.rms_norm_eps": 0.1,

@@ -75,7 +75,10 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return jnp.full_like(output, jnp.nan).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
 
 
-@pytest.fixture(params=["dense", "ragged in tiles", pytest.param("ragged", marks=pytest.mark.full)])
+FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("dense", "ragged")]
+
+
+@pytest.fixture(params=["ragged in tiles", *FULL])
 def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs, of single rows or of whole tiles however few rows there are."""
     how, _, tiles = request.param.partition(" in ")

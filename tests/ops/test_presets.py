@@ -26,7 +26,12 @@ LACKING = {
 }
 
 
-@pytest.mark.parametrize("preset", LACKING)
+# By default dense layers, one of each kind of experts, and one of each reason.
+BY_DEFAULT = {"llama3.2-1b", "gemma2-2b", "gemma4-e2b", "gpt-oss-20b", "qwen3.5-0.8b"}
+PRESETS = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.full) for name in LACKING]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_trains_on_proven_kernels_or_the_table_says_what_they_lack(preset):
     for row in kernels.rows([preset], ["train"]):
         wanted = {why for why, devices in LACKING[preset].items() if row["device"] in devices}

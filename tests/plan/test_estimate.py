@@ -104,6 +104,7 @@ def test_a_period_gathers_two_layers_and_the_experts_of_one():
     assert _at_once(experts + others, most=6) == 4.0 + 15.0 and _at_once(others[:1], most=2) == 1.0
 
 
+@pytest.mark.full
 def test_rows_of_experts_are_estimated_to_pass_through_memory():
     """In libtpu's program of Qwen3.5-397B-A17B, cut to four layers, these rows are a third of the traffic."""
     bytes_of = lambda layout, k: (

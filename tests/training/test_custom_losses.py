@@ -123,6 +123,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), few([("focal", "alone")], LOSSES, PIPELINES))
 def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
     degrees, rules = PIPELINES[mesh]

@@ -94,6 +94,7 @@ def test_a_step_moves_the_biases_as_the_paper_says(microbatches):
     assert metrics["moe/load"].shape == (3, E) and "moe/counts" not in metrics
 
 
+@pytest.mark.full
 def test_on_a_mesh_as_on_one_device():
     model, data = mixture(), padded()
     want = by_hand(model, data)

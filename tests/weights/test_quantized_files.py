@@ -106,7 +106,7 @@ def either(request):
     return request.getfixturevalue("directories" if request.param == "fp8" else "mxfp4_directories")
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_it_reads_like_plain_weights(dtype, either):
     got = maxlib.from_pretrained(either / "quantized", dtype=dtype)
     assert_equal(got, maxlib.from_pretrained(either / "plain"), dtype)
