@@ -163,7 +163,7 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
     """A balance within documents is the mean over those of the batch, wherever they are."""
     layer, x, (few, many) = moe(), inputs(1, 7), (2, 5)
     both = jnp.concatenate([x, x])
-    found = jax.jit(
+    losses = jax.jit(
         lambda layer: {
             "alone": [loss(layer.router(part), None) for part in (x[:, :few], x[:, few:])],
             "padded": [
@@ -179,10 +179,10 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
             ),
         }
     )(layer)
-    np.testing.assert_allclose(found["padded"], found["alone"], rtol=1e-5)
-    np.testing.assert_allclose(found["packed"], found["rows"], rtol=1e-5)
+    np.testing.assert_allclose(losses["padded"], losses["alone"], rtol=1e-5)
+    np.testing.assert_allclose(losses["packed"], losses["rows"], rtol=1e-5)
     if isinstance(loss, nn.router.SequenceBalance):
-        np.testing.assert_allclose(found["packed"], np.mean(found["alone"]), rtol=1e-5)
+        np.testing.assert_allclose(losses["packed"], np.mean(losses["alone"]), rtol=1e-5)
 
 
 # ExpertBias without a loss
@@ -269,3 +269,13 @@ def test_balanced_routing_costs_the_weight():
     losses = nn.router.SwitchBalance(0.5), nn.router.SequenceBalance(0.5)
     for cost in jax.jit(lambda flat: [loss(flat, None) for loss in losses])(flat):
         np.testing.assert_allclose(cost, 0.5, rtol=1e-6)
+
+
+def test_balance_is_that_of_more_tokens_than_the_root_of_the_largest_integer():
+    parts = [
+        (np.arange(70_000) % 2)[None, :, None],
+        *(np.full((1, 70_000, n), x) for n, x in ((1, 1), (2, 0), (2, 0.5))),
+    ]
+    routing = nn.router.Routing(jnp.asarray(parts[0]), *(jnp.asarray(x, jnp.float32) for x in parts[1:]))
+    ctx = nn.make_context(1, 70_000, valid=jnp.ones((1, 70_000), bool))
+    np.testing.assert_allclose(nn.router.SwitchBalance(0.5)(routing, ctx), 0.5, rtol=1e-6)

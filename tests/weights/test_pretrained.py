@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
 from maxlib import inference, nn, ops, quantization, sharding, tokenization, training, weights
-from maxlib.models import bert, llama
+from maxlib.models import bert, deepseek, llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
 from maxlib.weights import _saving
 from maxlib.weights import files as files_module
-from tests.nn.tiny import LLAMA
+from tests.nn.tiny import LLAMA, filled
 from tests.weights import zoo
 
 CFG = dataclasses.replace(LLAMA, rope=ops.Rope(12, max_length=64), num_layers=3)
@@ -77,7 +77,7 @@ def test_round_trip(model, exported):
 
 
 @pytest.mark.parametrize(
-    "preset", ["FSDP_TP", *(pytest.param(one, marks=pytest.mark.full) for one in ("DP", "FSDP", "TP"))]
+    "preset", ["FSDP_TP", *(pytest.param(name, marks=pytest.mark.full) for name in ("DP", "FSDP", "TP"))]
 )
 def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
     axes = {"DP": {"data": 8}, "FSDP": {"fsdp": 4, "data": 2}, "TP": {"tensor": 2, "data": 4}}
@@ -124,6 +124,22 @@ def test_half_precision(dtype, model, tmp_path):
         np.testing.assert_array_equal(nn.partition(wide)[0][path], value.astype(jnp.float32))
     maxlib.save_pretrained(as_stored, tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+
+
+def test_expert_biases_stay_float32(tmp_path):
+    """As in transformers: rounded, they would choose other experts."""
+    sizes = {"vocab": 8, "num_layers": 1, "num_dense": 0, "dim": 8, "mlp_dim": 8, "num_heads": 2, "expert_dim": 8}
+    latents = {"q_rank": 4, "kv_rank": 4, "nope_dim": 4, "v_dim": 4, "rope": ops.Rope(4, max_length=8)}
+    routing = {"num_experts": 4, "num_shared": 1, "top_k": 2, "renormalize": True}
+    cfg = deepseek.Config(version=3, **sizes, **latents, **routing)
+    mixture = filled(lambda: deepseek.DeepSeek(cfg, rngs=nnx.Rngs(0)))
+    bias = next(v for path, v in nn.variables(mixture).items() if path.endswith("expert_bias"))
+    bias.set_value(bias.get_value() + 1.001)
+    maxlib.save_pretrained(mixture, tmp_path / "hf", dtype=jnp.bfloat16)
+    loaded = nn.variables(maxlib.from_pretrained(tmp_path / "hf", dtype=jnp.bfloat16))
+    wide = {path: v.get_value() for path, v in loaded.items() if v.get_value().dtype == jnp.float32}
+    assert [path.rpartition(".")[2] for path in wide] == ["expert_bias"]
+    np.testing.assert_array_equal(*wide.values(), bias.get_value())
 
 
 def test_layers_stored_in_different_dtypes_meet_in_the_wider(copied):
@@ -183,9 +199,9 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_source(model, tmp_path):
     maxlib.save_pretrained(model, source, tokenizer=tiny_tokenizer(), generation={"eos_token_id": 1})
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "merges.txt").write_text("of the old one")
-    own = Tokenizer(models.WordLevel({"<eos>": 0, "z": 1}, unk_token="<eos>"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    maxlib.save_pretrained(model, out, like=source, tokenizer=own)
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "z": 1}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    maxlib.save_pretrained(model, out, like=source, tokenizer=tokenizer)
     assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("z").ids == [1]
     assert (out / "chat_template.jinja").exists() and not (out / "merges.txt").exists()
 
