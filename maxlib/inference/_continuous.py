@@ -38,7 +38,7 @@ from maxlib.inference._pages import (
     gather_view,
     most_tokens,
     read_row,
-    table_of,
+    tables_of,
     with_blocks,
 )
 from maxlib.inference._requests import (
@@ -547,7 +547,7 @@ class LocalEngine:
         job = Prefill(request, text, slot, shared, memory.num_read(len(text) + 1))
         if source is not None:
             assert self._state is not None
-            table = table_of(of_source[: memory.num_blocks(length)], job.num_blocks)
+            (table,) = tables_of([of_source[: memory.num_blocks(length)]], job.num_blocks)
             job.caches = read_row(self._state.caches, table, np.int32(source._slot), length, paging=self._paging)
             job.num_done, request.cached = length, min(length, len(request.prompt))
             job.routes = [np.concatenate(source._routes)[:length]] if source._routes else []
@@ -683,7 +683,7 @@ class LocalEngine:
         if state.history is not None:
             seen, counts = (np.bincount(np.asarray(ids, int), minlength=vocab) for ids in (job.text, request.tokens))
             history = History(jnp.asarray(seen[None] > 0), jnp.asarray(counts[None], jnp.int32))
-        table = table_of(request._blocks, job.num_blocks)
+        (table,) = tables_of([request._blocks], job.num_blocks)
         table[: len(job.shared)] = NOWHERE
         if state.view is not None:
             state = dataclasses.replace(state, view=None)  # it lacks this row
@@ -728,7 +728,7 @@ class LocalEngine:
         drafts, num_drafts = draft_tokens(rows, self.num_drafts, by_model=self._mtp or self._drafter is not None)
         self.num_drafted += int(num_drafts.sum())
         width = self._memory.num_read(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
-        tables = np.stack([table_of([] if row is None else row._blocks, width) for row in rows])
+        tables = tables_of([[] if row is None else row._blocks for row in rows], width)
         if self.cache_tokens is None and (
             self._state.view is None or (slots, width) != (self._last_slots, self._width)
         ):
@@ -787,16 +787,17 @@ class LocalEngine:
     def _read(self, drawings: list[_Drawing], draws: Draws) -> None:
         """Appends the tokens of a step to its rows, and frees the slots of those that end."""
         draws = jax.device_get(draws)
+        tokens, log_probs, taken = (x.tolist() for x in (draws.token, draws.log_prob, draws.taken))
         for n, slot, row, version in drawings:
-            self.num_accepted += int(draws.taken[n])
+            self.num_accepted += taken[n]
             # A row that stopped may be in one more step, which had already been started.
-            for place in range(0 if row.done else 1 + int(draws.taken[n])):
+            for place in range(0 if row.done else 1 + taken[n]):
                 if row._options.alternatives and draws.best is not None:
-                    tokens, log_probs = (x[n, place, : row._options.alternatives].tolist() for x in draws.best)
-                    row.best.append((tokens, log_probs))
+                    best, best_log_probs = (x[n, place, : row._options.alternatives].tolist() for x in draws.best)
+                    row.best.append((best, best_log_probs))
                 if draws.routes is not None:
                     row._routes.append(np.asarray(draws.routes[n, place : place + 1]))
-                row._add(int(draws.token[n, place]), float(draws.log_prob[n, place]), version)
+                row._add(tokens[n][place], log_probs[n][place], version)
                 if row.done:
                     break
             row._issued = max(row._issued, len(row.tokens))
