@@ -311,9 +311,8 @@ def _draw(model, hidden, keys, step, sampler: Callable):
     return sampler(model.logits(hidden)[:, 0], keys)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
 def prepared(model: Any, dtype: Any) -> Any:
-    """Returns a model for decoding, see `Generator`: in one program, instead of one for each shape of its weights."""
+    """Returns a model for decoding, see `Generator`."""
     return cast_matrices(_unpacked(nn.unstack(model), dtype), dtype)
 
 
