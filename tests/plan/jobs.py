@@ -44,4 +44,4 @@ def layout(strategy: Any = "fsdp", *, dcn: Mapping[str, int] | None = None, **de
 
 def moved(got: plan.Plan) -> dict[tuple[str, str], float]:
     """Returns the bytes of each kind of collective over each group of mesh axes."""
-    return {(one.kind, " ".join(one.axes)): one.bytes for one in got.costs.collectives}
+    return {(collective.kind, " ".join(collective.axes)): collective.bytes for collective in got.costs.collectives}
