@@ -23,6 +23,6 @@ def row_counts(slots: int) -> list[int]:
     counts = [slots]
     while counts[-1] >= 2 * _FEWEST_ROWS:
         count = counts[-1]
-        quarters = [-(-3 * count // 4)] if count >= 4 * _FEWEST_ROWS and current_device()[0] == "cpu" else []
+        quarters = [-(-3 * count // 4)] if count >= 8 * _FEWEST_ROWS and current_device()[0] == "cpu" else []
         counts += [*quarters, -(-count // 2)]
     return counts

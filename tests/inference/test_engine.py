@@ -125,7 +125,7 @@ def test_a_mesh_changes_nothing(model, engine):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices have halves only")
 def test_steps_have_few_numbers_of_rows():
-    assert row_counts(64) == [64, 48, 32, 24, 16, 8]
+    assert row_counts(64) == [64, 48, 32, 16, 8]
     assert row_counts(20) == [20, 10] and row_counts(15) == [15]
 
 
