@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from maxlib.hardware import current_device
 
 Arrays = TypeVar("Arrays")
+_FEW = 64  # rows; twice as many take equally long both ways
 
 
 def run_once_later(inputs: Any) -> tuple[Int[Array, ""], Any]:
@@ -154,3 +155,15 @@ def scaled(a: Array, factor: Array) -> Array:
     if current_device()[0] != "cpu":
         return a * factor[..., None]
     return jnp.einsum("...d,...->...d", a, factor, precision="highest")
+
+
+def multiply_few(rows: Array, weight: Array) -> Array:
+    """Multiplies rows `M I` by a weight `O I` to `M O`; few rows on CPUs as the second operand.
+
+    XLA for CPUs (jax 0.10.2) rearranges the second operand of a product in every call, which takes as long as the
+    products of 16 rows themselves. A vector, and a weight for many rows, are multiplied as they are.
+    """
+    if current_device()[0] != "cpu" or not 1 < len(rows) <= _FEW:
+        return jnp.einsum("MI,OI->MO", rows, weight)
+    columns = lax.optimization_barrier(rows.T)  # or XLA exchanges the operands again
+    return lax.optimization_barrier(jnp.einsum("OI,IM->OM", weight, columns)).T

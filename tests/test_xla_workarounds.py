@@ -171,6 +171,18 @@ def test_a_sum_of_products_is_a_matmul():
     assert summed_axes(lambda a, b: jnp.sum(a * b, axis=-1), x, x) == "{3}"
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA for CPUs is slow at it")
+def test_few_rows_are_the_second_operand_of_a_product():
+    def transposed(rows, weight):
+        return jnp.einsum("OI,MI->OM", weight, rows).T
+
+    x = jax.random.normal(jax.random.key(0), (16 + 256, 64))
+    rows, weight = x[:16], x[16:]
+    texts = [jax.jit(f).lower(rows, weight).compile().as_text() for f in (workarounds.multiply_few, transposed)]
+    assert ["f32[256,16]{1,0} dot(" in text for text in texts] == [True, False]  # XLA exchanges the operands again
+    assert jnp.allclose(workarounds.multiply_few(rows, weight), rows @ weight.T, atol=1e-4)
+
+
 def test_the_gradient_of_a_scaled_vector():
     a, factor = jnp.arange(6.0).reshape(2, 3), jnp.array([2.0, -1.0])
     out, backward = jax.vjp(workarounds.scaled, a, factor)

@@ -1,13 +1,9 @@
 """Continuous batching (Orca, Yu et al. 2022): a batch of slots; when a row ends, its slot gets the next prompt."""
 
 import collections
-import contextlib
-import contextvars
 import dataclasses
-import functools
 import itertools
 import queue
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -18,6 +14,7 @@ from jaxtyping import Array, Key
 
 from maxlib import nn
 from maxlib.inference._arguments import Ids, Prompts, StopIds, check_limits, check_prompts, check_stop, integer
+from maxlib.inference._background import Background, Turns
 from maxlib.inference._drafts import check_drafter, check_rewinds, draft_tokens
 from maxlib.inference._engine import Completion
 from maxlib.inference._generate import (
@@ -41,7 +38,7 @@ from maxlib.inference._pages import (
     gather_view,
     most_tokens,
     read_row,
-    table_of,
+    tables_of,
     with_blocks,
 )
 from maxlib.inference._requests import (
@@ -51,10 +48,10 @@ from maxlib.inference._requests import (
     bias_of,
     features_of,
     inputs_by_prompt,
-    power_of_two,
     settings_of,
 )
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
+from maxlib.inference._sizes import bucket, power_of_two, row_counts
 from maxlib.inference._slots import (
     Draws,
     Features,
@@ -70,22 +67,6 @@ from maxlib.inference._slots import (
     step,
 )
 from maxlib.inference._text import StopTexts
-
-_FEWEST_ROWS = 8  # of a step, unless the engine has fewer slots: each number of rows is a program
-
-
-class _Turns:
-    """A lock that is fair to those who wait: without the door a thread that steps would get in first again."""
-
-    def __init__(self):
-        self._lock, self._door = threading.Lock(), threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._door:
-            self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
 
 class _Drawing(NamedTuple):
@@ -160,6 +141,7 @@ class LocalEngine:
         seed: int = 0,
     ):
         self.slots, self.chunk, self.reuse = integer("slots", slots), integer("chunk", chunk), reuse
+        self._row_counts = row_counts(self.slots)
         self.num_drafts, self.tokenizer = integer("num_drafts", num_drafts, least=0), tokenizer
         self.capacity = None if capacity is None else integer("capacity", capacity)
         self.generator, self._keys = Generator(model, dtype=dtype, cache_dtype=cache_dtype), Keys(seed)
@@ -183,9 +165,7 @@ class LocalEngine:
         self.num_steps, self.num_drafted, self.num_accepted, self.version = 0, 0, 0, 0
         self.record_routes = record_routes
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()  # other threads may submit
-        self._turns = _Turns()
-        self._driver: threading.Thread | None = None
-        self._driver_lock = threading.Lock()
+        self._turns, self._background = Turns(), Background()
         self._impl = ""
         self._reset()
 
@@ -371,7 +351,7 @@ class LocalEngine:
         """
         (text,) = check_prompts([prompt], self.generator.vocab)
         check_length(self._max_length, len(text))
-        tokens, valid = (np.zeros((1, _bucket(len(text))), dtype) for dtype in (np.int32, bool))
+        tokens, valid = (np.zeros((1, bucket(len(text))), dtype) for dtype in (np.int32, bool))
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
         with self._turns:
@@ -419,21 +399,7 @@ class LocalEngine:
 
     def run_in_background(self) -> None:
         """Starts a thread that calls `step` until nothing is left, unless it runs already."""
-        with self._driver_lock:
-            if self._driver is None:
-                run = functools.partial(contextvars.copy_context().run, self._run)
-                self._driver = threading.Thread(target=run, name="maxlib-engine", daemon=True)
-                self._driver.start()
-
-    def _run(self) -> None:
-        while True:
-            with contextlib.suppress(Exception):  # its requests raise it
-                while self.step():
-                    pass
-            with self._driver_lock:
-                if self.is_idle:
-                    self._driver = None
-                    return
+        self._background.start(self)
 
     def _row_keys(self, key: Key[Array, ""] | None, count: int) -> np.ndarray:
         """Returns the data of the keys of rows."""
@@ -581,7 +547,7 @@ class LocalEngine:
         job = Prefill(request, text, slot, shared, memory.num_read(len(text) + 1))
         if source is not None:
             assert self._state is not None
-            table = table_of(of_source[: memory.num_blocks(length)], job.num_blocks)
+            (table,) = tables_of([of_source[: memory.num_blocks(length)]], job.num_blocks)
             job.caches = read_row(self._state.caches, table, np.int32(source._slot), length, paging=self._paging)
             job.num_done, request.cached = length, min(length, len(request.prompt))
             job.routes = [np.concatenate(source._routes)[:length]] if source._routes else []
@@ -665,7 +631,7 @@ class LocalEngine:
         num_left = len(job.text) - job.num_done
         count = min(num_left, self.chunk) if self._splits and not request._inputs else num_left
         if count:
-            shape = (1, min(_bucket(count), job.num_blocks * self._block))
+            shape = (1, min(bucket(count), job.num_blocks * self._block))
             tokens, valid, after = np.zeros(shape, np.int32), np.zeros(shape, bool), np.full(shape, -1, np.int32)
             tokens[0, :count], valid[0, :count] = job.text[job.num_done : job.num_done + count], True
             following = job.text[job.num_done + 1 : job.num_done + 1 + count]
@@ -717,7 +683,7 @@ class LocalEngine:
         if state.history is not None:
             seen, counts = (np.bincount(np.asarray(ids, int), minlength=vocab) for ids in (job.text, request.tokens))
             history = History(jnp.asarray(seen[None] > 0), jnp.asarray(counts[None], jnp.int32))
-        table = table_of(request._blocks, job.num_blocks)
+        (table,) = tables_of([request._blocks], job.num_blocks)
         table[: len(job.shared)] = NOWHERE
         if state.view is not None:
             state = dataclasses.replace(state, view=None)  # it lacks this row
@@ -762,7 +728,7 @@ class LocalEngine:
         drafts, num_drafts = draft_tokens(rows, self.num_drafts, by_model=self._mtp or self._drafter is not None)
         self.num_drafted += int(num_drafts.sum())
         width = self._memory.num_read(max(len(row.prompt) + row._issued + self.num_drafts for row in self._running()))
-        tables = np.stack([table_of([] if row is None else row._blocks, width) for row in rows])
+        tables = tables_of([[] if row is None else row._blocks for row in rows], width)
         if self.cache_tokens is None and (
             self._state.view is None or (slots, width) != (self._last_slots, self._width)
         ):
@@ -799,9 +765,7 @@ class LocalEngine:
         may not exist.
         """
         active = [slot for slot, row in enumerate(self._rows) if row is not None]
-        count = self.slots
-        while count >= 2 * _FEWEST_ROWS and 2 * len(active) <= count:
-            count = -(-count // 2)
+        count = min(count for count in self._row_counts if count >= len(active))
         if count == self.slots:
             return list(range(count))
         if len(self._last_slots) == count and set(active) <= set(self._last_slots):  # their view is kept
@@ -823,16 +787,17 @@ class LocalEngine:
     def _read(self, drawings: list[_Drawing], draws: Draws) -> None:
         """Appends the tokens of a step to its rows, and frees the slots of those that end."""
         draws = jax.device_get(draws)
+        tokens, log_probs, taken = (x.tolist() for x in (draws.token, draws.log_prob, draws.taken))
         for n, slot, row, version in drawings:
-            self.num_accepted += int(draws.taken[n])
+            self.num_accepted += taken[n]
             # A row that stopped may be in one more step, which had already been started.
-            for place in range(0 if row.done else 1 + int(draws.taken[n])):
+            for place in range(0 if row.done else 1 + taken[n]):
                 if row._options.alternatives and draws.best is not None:
-                    tokens, log_probs = (x[n, place, : row._options.alternatives].tolist() for x in draws.best)
-                    row.best.append((tokens, log_probs))
+                    best, best_log_probs = (x[n, place, : row._options.alternatives].tolist() for x in draws.best)
+                    row.best.append((best, best_log_probs))
                 if draws.routes is not None:
                     row._routes.append(np.asarray(draws.routes[n, place : place + 1]))
-                row._add(int(draws.token[n, place]), float(draws.log_prob[n, place]), version)
+                row._add(tokens[n][place], log_probs[n][place], version)
                 if row.done:
                     break
             row._issued = max(row._issued, len(row.tokens))
@@ -849,12 +814,6 @@ class LocalEngine:
             if row is not None and not row.done:
                 row._fail(error)
         self._reset()
-
-
-def _bucket(length: int) -> int:
-    """Rounds a prompt's length up by less than a quarter, or to 16, so that four programs cover each doubling."""
-    multiple = max(16, (1 << (length - 1).bit_length()) // 8)
-    return -(-length // multiple) * multiple
 
 
 def _check_rows(model: Any) -> None:

@@ -164,6 +164,8 @@ class Memory:
         longest = _SHORTEST_PREFIX - 1
         for row in self.cached:
             tokens = row.prompt + row.tokens[:-1]  # the last token has not been run
+            if min(len(tokens), len(text)) <= longest or tokens[longest] != text[longest]:  # most often
+                continue
             length = _common_length(tokens, text)
             if rewinds:
                 length = min(length - num_ahead, len(text) - 1)  # the hidden state of the last one is needed
@@ -180,8 +182,6 @@ class Memory:
 
 def _common_length(a: list[int], b: list[int]) -> int:
     """Returns the number of tokens that two texts have in common at their beginning."""
-    if a[:_SHORTEST_PREFIX] != b[:_SHORTEST_PREFIX]:  # most often
-        return 0
     size = min(len(a), len(b))
     differs = np.asarray(a[:size]) != np.asarray(b[:size])
     return int(differs.argmax()) if differs.any() else size

@@ -256,8 +256,9 @@ def gather_view(stored: Caches, tables: Int[Array, "R N"], *, paging: Paging) ->
     return paging.view(paging.read(stored, tables, None))
 
 
-def table_of(blocks: Sequence[int], length: int) -> np.ndarray:
-    """Returns a row's blocks as a table of `length`."""
-    table = np.full(length, NOWHERE, np.int32)
-    table[: len(blocks)] = blocks[:length]
-    return table
+def tables_of(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
+    """Returns the blocks of each row as a table of `length`."""
+    tables = np.full((len(rows), length), NOWHERE, np.int32)
+    for table, blocks in zip(tables, rows, strict=True):
+        table[: len(blocks)] = blocks[:length]
+    return tables

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from maxlib.inference._drafts import NGrams
 from maxlib.inference._engine import Completion, FinishReason
 from maxlib.inference._sampling import GREEDY, Sampler
+from maxlib.inference._sizes import power_of_two
 from maxlib.inference._slots import Features, Settings
 from maxlib.inference._text import StopTexts
 
@@ -222,8 +223,3 @@ def bias_of(rows: Sequence[Request | None], vocab: int) -> np.ndarray | None:
         except Exception as error:
             row._fail(error)
     return bias
-
-
-def power_of_two(number: int) -> int:
-    """Rounds a number up to a power of two, so that similar ones share a program; 0 stays 0."""
-    return 1 << (number - 1).bit_length() if number else 0

@@ -8,15 +8,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from maxlib._utils.json_types import JSON_TYPES
+
 ToolFormat = Literal["hermes", "llama3", "deepseek", "gpt-oss"]
 Tools = Sequence[Mapping[str, Any]]
 
 _HERMES, _PYTHON_TAG = "<tool_call>", "<|python_tag|>"
 _DEEPSEEK, _DEEPSEEK_CALL, _DEEPSEEK_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _DSML = "<｜DSML｜function_calls>"
-_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"} | {
-    type(None): "null"
-}
+_TYPES = JSON_TYPES | {type(None): "null"}
 _QUOTED = 200  # characters of a text that an error shows
 # The text from which each format's calls may begin; Llama 3 writes bare JSON, and GPT-OSS the header of a message.
 CALL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {

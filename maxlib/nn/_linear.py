@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from maxlib._utils.rows import take_rows
-from maxlib._xla_workarounds import for_each_token, gradient_as_stored
+from maxlib._xla_workarounds import for_each_token, gradient_as_stored, multiply_few
 from maxlib.hardware import current_device
 from maxlib.nn._initial_values import Init, normal, truncated_normal
 from maxlib.nn.matmul import LowRank, Matmul, PlainMatmul, merged_einsum
@@ -239,7 +239,10 @@ class Embed(nnx.Module):
         """Returns the scores of all tokens in float32, whatever the dtype of `x`."""
         check_ends(x, "D", self.w.shape[1:], "the embedding")
         # [..., D] -> [..., V]. The products are in the dtype of x, their sum in float32.
-        return jnp.einsum("...D,VD->...V", x, jnp.asarray(self.w[...], x.dtype), preferred_element_type=jnp.float32)
+        w = jnp.asarray(self.w[...], x.dtype)
+        if x.dtype == jnp.float32 and current() is None:
+            return multiply_few(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+        return jnp.einsum("...D,VD->...V", x, w, preferred_element_type=jnp.float32)
 
 
 def _constrain_hidden(h: Float[Array, "... F"]) -> Float[Array, "... F"]:

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import ops, sharding
+from maxlib._xla_workarounds import multiply_few
 from maxlib.kernels.grouped_matmul.rows import owners
 from maxlib.nn.quantized import QuantizedWeight
 
@@ -69,7 +70,15 @@ class PlainMatmul:
 def _einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
     # XLA for CPUs would transpose a weight of more than two dimensions at every call. On a mesh, merging dimensions
     # may gather them at every use.
-    return merged_einsum(jnp.einsum, spec, x, w, matrix=sharding.current() is None)
+    return merged_einsum(_product, spec, x, w, matrix=sharding.current() is None)
+
+
+def _product(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
+    _, of_w, of_y = spec.replace("->", ",").split(",")
+    is_plain = x.ndim == w.ndim == 2 and of_w[0] == of_y[-1]  # "...I,OI->...O"
+    if is_plain and x.dtype == jnp.float32 and sharding.current() is None:
+        return multiply_few(x, w)
+    return jnp.einsum(spec, x, w)
 
 
 def rounding_einsum(spec: str, x: Float[Array, "..."], w: QuantizedWeight, activations: str) -> Float[Array, "..."]:

@@ -7,13 +7,13 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from maxlib._utils.json_types import JSON_TYPES
 from maxlib.inference import parse_tool_calls, tool_call_format
 from maxlib.post_training._pools import Prompt
 from maxlib.tokenization import ChatTemplate
 
 Message = dict[str, Any]
 _Format = Literal["hermes", "llama3", "deepseek", "gpt-oss"]
-_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 
 
 class ToolChat:
@@ -151,9 +151,9 @@ def _json_type(function: Callable[..., Any], name: str, hint: Any) -> str:
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     choices = [kind for kind in typing.get_args(hint) if kind is not type(None)] if union else [hint]
     kind = typing.get_origin(choices[0]) or choices[0]
-    if len(choices) != 1 or kind not in _TYPES:
+    if len(choices) != 1 or kind not in JSON_TYPES:
         raise ValueError(
-            f"parameters of a tool must have one of the types {', '.join(t.__name__ for t in _TYPES)}, but {name} of "
+            f"parameters of a tool must have one of the types {', '.join(t.__name__ for t in JSON_TYPES)}, but {name} of "
             f"{function.__name__} has {hint}"
         )
-    return _TYPES[kind]
+    return JSON_TYPES[kind]

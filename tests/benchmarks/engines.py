@@ -161,7 +161,10 @@ def main() -> None:
     for name, default in (("--prompts", 64), ("--slots", 64), ("--rounds", 3)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--check", action="store_true", help="fail below `LEAST`")
+    parser.add_argument("--keep-memory", action="store_true", help="call `maxlib.keep_freed_memory` in this process")
     args = parser.parse_args()
+    if args.keep_memory:
+        maxlib.keep_freed_memory()
     slow = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -10,6 +10,7 @@ from maxlib import inference, nn, sharding
 from maxlib.inference import Generator, LocalEngine, Sampler
 from maxlib.inference import _continuous as continuous
 from maxlib.inference import _slots as programs
+from maxlib.inference._sizes import row_counts
 from maxlib.models import gpt2
 from tests.nn.tiny import filled_llama
 
@@ -120,6 +121,12 @@ def test_a_mesh_changes_nothing(model, engine):
     for ours, alone in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert ours.tokens == alone.tokens
         np.testing.assert_allclose(ours.log_probs, alone.log_probs, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices have halves only")
+def test_steps_have_few_numbers_of_rows():
+    assert row_counts(64) == [64, 48, 32, 16, 8]
+    assert row_counts(20) == [20, 10] and row_counts(15) == [15]
 
 
 def test_learned_positions_bound_the_cache():
