@@ -3,6 +3,7 @@ ahead-of-time compilation.
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
+    python -m tests.benchmarks.plans --maxtext [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --present [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --pipelines [NAME ...] [--check]
     python -m tests.benchmarks.plans --search [--check]
@@ -26,6 +27,7 @@ minutes.
 
 import argparse
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -40,23 +42,13 @@ from maxlib import plan, sharding, weights
 from maxlib.distributed import xla_flags
 from maxlib.plan._program import make_program
 from maxlib.plan._targets import has_gpu_compiler
+from tests.benchmarks import _maxtext
+from tests.benchmarks._maxtext import GIB, Peer
 from tests.benchmarks.published import PRESENT, ROWS
 from tests.plan.jobs import layout
 
-GIB = 2**30
 EXPERTS_BY_NUMBER = {"layout": layout("fsdp_by_expert")}
 DEEPSEEK = "deepseek-v3", "v5p-512", 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """The peer's step: its peak in GiB, None where it does not fit; how many collectives are written in its program,
-    and the GiB that they move in a step, read by `maxlib.plan` as its own, None where its program was not read.
-    """
-
-    peak: float | None
-    written: int | None = None
-    moved: float | None = None
 
 
 def without_images(name: str) -> Any:
@@ -82,7 +74,9 @@ CASES: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
     "llama3.1-405b": ("llama3.1-405b", "v5p-512", 8192, Peer(71.82, 29, 2252.72), {}),
     "deepseek-v3": (*DEEPSEEK, Peer(77.52, 69, 3763.35), EXPERTS_BY_NUMBER),
     "deepseek-v3 ep8": (*DEEPSEEK, Peer(71.53, 89, 718.36), {"layout": layout("ep", fsdp=32, expert=8)}),
+    "deepseek-v4-flash": ("deepseek-v4-flash", "v5p-128", 4096, None, EXPERTS_BY_NUMBER),
     "qwen3-30b-a3b": ("qwen3-30b-a3b", "v5p-32", 4096, Peer(34.90), {}),
+    "qwen3-omni-30b-a3b": ("qwen3-omni-30b-a3b", "v5p-128", 4096, None, {}),
     "gpt-oss-20b": ("gpt-oss-20b", "v5p-16", 4096, Peer(50.80), {}),
     "llama4-17b-16e": ("llama4-17b-16e", "v5p-64", 4096, Peer(75.17), {}),
     "qwen3-next-80b-a3b": ("qwen3-next-80b-a3b", "v5p-64", 4096, Peer(63.22), {}),
@@ -97,6 +91,29 @@ CASES: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
     "gemma4-31b text": (without_images("gemma4-31b"), "v5p-64", 4096, Peer(21.83), {}),
     "gemma4-26b-a4b text": (without_images("gemma4-26b-a4b"), "v5p-32", 4096, Peer(30.31), EXPERTS_BY_NUMBER),
     "deepseek-v3 ep64": (*DEEPSEEK, Peer(None), {"layout": layout("ep", fsdp=4, expert=64)}),
+}
+# The same steps by MaxText's settings.
+MAXTEXT = {
+    "llama2-7b": "model_name=llama2-7b",
+    "llama3.1-8b": "model_name=llama3.1-8b",
+    "mixtral-8x7b": "model_name=mixtral-8x7b",
+    "mixtral-8x22b": "model_name=mixtral-8x22b",
+    "llama2-70b": "model_name=llama2-70b",
+    "llama3.1-405b": "model_name=llama3.1-405b",
+    "deepseek-v3": "model_name=deepseek3-671b",
+    "deepseek-v3 ep8": "model_name=deepseek3-671b",
+    # Its kernel for compressed attention, and what its manual names against memory.
+    "deepseek-v4-flash": "model_name=deepseek4-284b use_tokamax_splash=True",
+    "qwen3-30b-a3b": "model_name=qwen3-30b-a3b",
+    # MaxText does not scan the layers with images and sound. Ours holds the parameters of both encoders.
+    "qwen3-omni-30b-a3b": "model_name=qwen3-omni-30b-a3b scan_layers=True use_multimodal=False use_audio=False use_mrope=False",
+    "gpt-oss-20b": "model_name=gpt-oss-20b",
+    "llama4-17b-16e": "model_name=llama4-17b-16e",
+    "qwen3-next-80b-a3b": "model_name=qwen3-next-80b-a3b",
+    "qwen3-next-80b-a3b ep8": "model_name=qwen3-next-80b-a3b",
+    "qwen3.5-35b-a3b text": "model_name=qwen3.5-35b-a3b",
+    "gemma4-31b text": "model_name=gemma4-31b",
+    "gemma4-26b-a4b text": "model_name=gemma4-26b",
 }
 # preset, target, sequences per GPU, sequence, other settings; attention by our kernels for Hopper where not said.
 GPU_CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
@@ -143,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--published", "--present", "--pipelines", "--search", "--gpu"):
+    for option in ("--check", "--maxtext", "--published", "--present", "--pipelines", "--search", "--gpu"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     if args.gpu and not has_gpu_compiler():
@@ -158,6 +175,8 @@ def main() -> None:
         wrong = table(args.names or GPU_CASES, on_gpus, args.json)
     elif args.pipelines:
         wrong = table(args.names or PIPELINES, pipelined, args.json)
+    elif args.maxtext:
+        wrong = table(args.names or MAXTEXT, beside_compiled, args.json)
     elif args.published:
         wrong = table(args.names or ROWS, beside_measured, args.json)
     elif args.present:
@@ -208,6 +227,28 @@ def beside_peer(name: str) -> Row:
     if peer and peer.moved is not None and moved > 1.0001 * peer.moved:
         wrong.append(f"{moved:.2f} GiB moved for {peer.moved}")
     return cells, wrong
+
+
+def beside_compiled(name: str) -> Row:
+    """Compiles a case of `CASES` and MaxText's step beside it."""
+    preset, target, sequence, _, more = CASES[name]
+    got = plan.plan(plan.Job(preset, target, sequence=sequence, **more))
+    written, moved = sum(c.written for c in got.costs.collectives), sum(c.bytes for c in got.costs.collectives) / GIB
+    axes = {axis: degree for axis, degree in got.mesh.items() if degree > 1}
+    peer = _maxtext.compiled(target, sequence, axes, MAXTEXT[name].split())
+    cells = {
+        "target": f"{target}, {sequence}",
+        "mesh": mesh(got),
+        "peak GiB": f"{got.peak / GIB:.2f}",
+        "MaxText's": f"{peer.peak:.2f}" if peer.peak else "does not fit",
+        "collectives": written,
+        "MaxText's collectives": peer.written,
+        "moved GiB": f"{moved:.2f}",
+        "MaxText moves": peer.moved and f"{peer.moved:.2f}",
+        "libtpu": importlib.metadata.version("libtpu"),
+    }
+    most = peer.peak * GIB if peer.peak else got.target.chip.memory
+    return cells, ["more than MaxText"] if got.peak > most else []
 
 
 LOWERED = 3.0  # seconds, at most
