@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks._maxtext FOLDER PARENT SETTING=VALUE ...
 
-writes the compiler's files into FOLDER, named as those of `maxlib.plan`, until buffers are assigned. PARENT is the number
-of the process that started it; a process can describe one topology only. The settings are MaxText's.
+writes the compiler's files into FOLDER, named as those of `maxlib.plan`, until buffers are assigned. PARENT is the
+number of the process that started it; a process can describe one topology only. The settings are MaxText's.
 """
 
 import dataclasses
@@ -75,6 +75,7 @@ def compiled(target: str, sequence: int, mesh: dict[str, int], settings: list[st
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
         arguments, temporaries, _ = _assigned(folder)
         if not arguments and _needed(done.stderr, 0.0):
+            print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
             return Peer(None)
         if not arguments:
             raise RuntimeError(f"MaxText ended with code {done.returncode}, and said at last:\n{done.stderr[-4000:]}")

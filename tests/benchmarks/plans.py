@@ -14,15 +14,15 @@ GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full remat, scann
 peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. --check ends with an error if a step
 needs more than the peer's or writes more collectives, computes more than 1.45 times the model's FLOPs, the analytic
 model is off by more than a tenth, 70B takes 3 s to lower or, where no NAME is given, 160 layers half as long again as
-8. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured; --check
-ends with an error if one does not fit, computes more than that, the analytic model is off by more than a tenth, or the
-roofline is lower than what was measured. --present: the networks
-that the same scripts build today, beside the peer's memory; --check ends with an error if one needs more, `LARGER` if
-it needs more than is written there. --pipelines: `PIPELINES`; --check ends with
-an error if one does not fit. --search: 30 layouts of an 8B model on 16 chips; --check ends with an error if that takes
-ten minutes, or none of them fits. --gpu: steps for H100 and H200; --check ends with an error if one does not fit, the
-analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or compiling takes two
-minutes.
+8. --maxtext: the same steps beside MaxText 0.2.5 of the package index, both by the installed compiler, with Python 3.12
+and what `nox -s plans_maxtext` installs; --check ends with an error if one needs more. --published: the configurations
+of MaxText's tables of MFU (`published.py`), each beside what was measured; --check ends with an error if one does not
+fit, computes more than that, the analytic model is off by more than a tenth, or the roofline is lower than what was
+measured. --present: the networks that the same scripts build today, beside the peer's memory; --check ends with an
+error if one needs more. --pipelines: `PIPELINES`; --check ends with an error if one does not fit. --search: 30 layouts
+of an 8B model on 16 chips; --check ends with an error if that takes ten minutes, or none of them fits. --gpu: steps for
+H100 and H200; --check ends with an error if one does not fit, the analytic model is off by more than a tenth,
+arithmetic is not 1.2 to 1.4 times the model's, or compiling takes two minutes.
 """
 
 import argparse
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
     "llama3.1-405b": ("llama3.1-405b", "v5p-512", 8192, Peer(71.82, 29, 2252.72), {}),
     "deepseek-v3": (*DEEPSEEK, Peer(77.52, 69, 3763.35), EXPERTS_BY_NUMBER),
     "deepseek-v3 ep8": (*DEEPSEEK, Peer(71.53, 89, 718.36), {"layout": layout("ep", fsdp=32, expert=8)}),
-    "deepseek-v4-flash": ("deepseek-v4-flash", "v5p-128", 4096, None, EXPERTS_BY_NUMBER),
+    "deepseek-v4-flash": ("deepseek-v4-flash", "v5p-128", 4096, None, {"layout": layout("ep", fsdp=16, expert=4)}),
     "qwen3-30b-a3b": ("qwen3-30b-a3b", "v5p-32", 4096, Peer(34.90), {}),
     "qwen3-omni-30b-a3b": ("qwen3-omni-30b-a3b", "v5p-128", 4096, None, {}),
     "gpt-oss-20b": ("gpt-oss-20b", "v5p-16", 4096, Peer(50.80), {}),
@@ -102,10 +102,10 @@ MAXTEXT = {
     "llama3.1-405b": "model_name=llama3.1-405b",
     "deepseek-v3": "model_name=deepseek3-671b",
     "deepseek-v3 ep8": "model_name=deepseek3-671b",
-    # Its kernel for compressed attention, and what its manual names against memory.
-    "deepseek-v4-flash": "model_name=deepseek4-284b use_tokamax_splash=True",
+    # Flash attention over compressed keys, heads of the choice of keys and the loss in parts.
+    "deepseek-v4-flash": "model_name=deepseek4-284b use_tokamax_splash=True csa_qk_head_chunk_size=8 num_vocab_tiling=8",
     "qwen3-30b-a3b": "model_name=qwen3-30b-a3b",
-    # MaxText does not scan the layers with images and sound. Ours holds the parameters of both encoders.
+    # Text, because MaxText does not scan layers that take images. Ours has the parameters of both encoders besides.
     "qwen3-omni-30b-a3b": "model_name=qwen3-omni-30b-a3b scan_layers=True use_multimodal=False use_audio=False use_mrope=False",
     "gpt-oss-20b": "model_name=gpt-oss-20b",
     "llama4-17b-16e": "model_name=llama4-17b-16e",
