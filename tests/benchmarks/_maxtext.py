@@ -1,25 +1,25 @@
 """MaxText's own ahead-of-time compile of a training step, beside which maxlib's is measured.
 
-    python -m tests.benchmarks._maxtext FOLDER PARENT SETTING=VALUE ...
+    python -m tests.benchmarks._maxtext FOLDER SETTING=VALUE ...
 
-writes the compiler's files into FOLDER, named as those of `maxlib.plan`, until buffers are assigned. PARENT is the
-number of the process that started it; a process can describe one topology only. The settings are MaxText's.
+compiles a step by MaxText's settings, and writes its sizes and its program into FOLDER; a process can describe one
+topology only.
 """
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from maxlib.distributed.xla_flags import WITHOUT_TPU
 from maxlib.plan._hlo import read_costs
-from maxlib.plan._run import _ASSIGNED, _PROGRAM, _assigned, _needed
-from maxlib.plan._worker import _end_early
+from maxlib.plan._run import _needed
 
 GIB = 2**30
+SIZES, PROGRAM = "sizes.json", "program.txt"
 SETTINGS = [
     "run_name=plan",
     f"base_output_directory={tempfile.gettempdir()}",
@@ -67,36 +67,34 @@ def compiled(target: str, sequence: int, mesh: dict[str, int], settings: list[st
     sizes = [f"compile_topology={target}", f"max_target_length={sequence}"]
     degrees = [f"ici_{axis}_parallelism={degree}" for axis, degree in mesh.items()]
     environment = WITHOUT_TPU | dict(os.environ) | {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE"}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from there writes no files
-    with tempfile.TemporaryDirectory(prefix="maxtext-plan-") as temporary:
-        folder = Path(temporary)
-        command = [sys.executable, "-m", "tests.benchmarks._maxtext", temporary, str(os.getpid())]
-        words = [*command, *SETTINGS, *sizes, *degrees, *settings]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True)
-        arguments, temporaries, _ = _assigned(folder)
-        if not arguments and _needed(done.stderr, 0.0):
+    with tempfile.TemporaryDirectory(prefix="maxtext-plan-") as folder:
+        command = [sys.executable, "-m", "tests.benchmarks._maxtext", folder, *SETTINGS, *sizes, *degrees, *settings]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if _needed(done.stderr, 0.0):
             print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
             return Peer(None)
-        if not arguments:
+        if done.returncode:
             raise RuntimeError(f"MaxText ended with code {done.returncode}, and said at last:\n{done.stderr[-4000:]}")
-        costs = read_costs(next(folder.glob(_PROGRAM)).read_text(), mesh)
-        written, moved = sum(c.written for c in costs.collectives), sum(c.bytes for c in costs.collectives)
-        return Peer((arguments + temporaries) / GIB, written, moved / GIB)
+        peak = sum(json.loads(Path(folder, SIZES).read_text()))
+        costs = read_costs(Path(folder, PROGRAM).read_text(), mesh)
+    written, moved = sum(c.written for c in costs.collectives), sum(c.bytes for c in costs.collectives)
+    return Peer(peak / GIB, written, moved / GIB)
 
 
 def main() -> None:
-    folder, parent, words = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    threading.Thread(target=_end_early, args=(parent, folder, _ASSIGNED["tpu"]), daemon=True).start()
     from maxtext.trainers.pre_train import train_compile
 
+    folder, *words = sys.argv[1:]
     jit_and_compile = train_compile.jit_and_compile
 
-    def compile_step(function, *args, **options):
-        function.__name__ = "step"  # names the compiler's files
-        jit_and_compile(function, *args, **options)
+    def compile_step(*args):
+        compiled = jit_and_compile(*args)
+        sizes = compiled.memory_analysis()
+        Path(folder, SIZES).write_text(json.dumps([sizes.argument_size_in_bytes, sizes.temp_size_in_bytes]))
+        Path(folder, PROGRAM).write_text(compiled.as_text())
+        sys.exit()  # what follows analyses the costs for minutes
 
     train_compile.jit_and_compile = compile_step
-    train_compile.max_utils.parse_libtpu_flags_to_dict = lambda _: {"xla_dump_to": str(folder)}
     train_compile.main(["", str(Path(train_compile.__file__).parents[2] / "configs" / "base.yml"), *words])
 
 

@@ -106,7 +106,8 @@ MAXTEXT = {
     "deepseek-v4-flash": "model_name=deepseek4-284b use_tokamax_splash=True csa_qk_head_chunk_size=8 num_vocab_tiling=8",
     "qwen3-30b-a3b": "model_name=qwen3-30b-a3b",
     # Text, because MaxText does not scan layers that take images. Ours has the parameters of both encoders besides.
-    "qwen3-omni-30b-a3b": "model_name=qwen3-omni-30b-a3b scan_layers=True use_multimodal=False use_audio=False use_mrope=False",
+    "qwen3-omni-30b-a3b": "model_name=qwen3-omni-30b-a3b scan_layers=True deepstack_visual_indexes_for_vit=[] "
+    "use_multimodal=False use_audio=False use_mrope=False",
     "gpt-oss-20b": "model_name=gpt-oss-20b",
     "llama4-17b-16e": "model_name=llama4-17b-16e",
     "qwen3-next-80b-a3b": "model_name=qwen3-next-80b-a3b",
