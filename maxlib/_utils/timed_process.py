@@ -42,8 +42,8 @@ class TimedProcess:
             argument: Its argument.
             timeout: Time limit in seconds.
         """
-        self.job, self.deadline = job, time.monotonic() + timeout
         self.pipe.send((number, argument))
+        self.job, self.deadline = job, time.monotonic() + timeout
 
     def result(self) -> tuple[Any, Any, Failure | None] | None:
         """Returns job, result and failure of a finished call, or None if the process has only started.
@@ -63,9 +63,13 @@ class TimedProcess:
             return None
         job, self.job, self.deadline = self.job, None, math.inf
         if failure:
-            self.end()
-            self._begin()
+            self.replace()
         return job, value, failure
+
+    def replace(self) -> None:
+        """Ends the process and starts another one."""
+        self.end()
+        self._begin()
 
     def end(self) -> None:
         """Ends the process."""
@@ -104,6 +108,10 @@ def results(
         queues: The calls of each process, which may share a queue: job, index of the function and argument.
         timeout: Time limit in seconds of one call.
     """
+    for process in processes:
+        # Of a caller that was interrupted, the answer would be taken for one of these calls.
+        if process.job is not None or (process.ready and not process.process.is_alive()):
+            process.replace()
     while any(queues) or not all(process.job is None for process in processes):
         for process, queue in zip(processes, queues, strict=True):
             if queue and process.idle:
@@ -115,8 +123,8 @@ def results(
 
 def _serve(pipe: Connection, functions: Sequence[Callable[[Any], Any]]) -> None:
     """Answers calls until the parent closes the pipe."""
-    pipe.send("ready")
     with pipe, contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        pipe.send("ready")
         while True:
             number, argument = pipe.recv()
             pipe.send(functions[number](argument))

@@ -129,7 +129,7 @@ class Checkpointer(Tier):
 
     def adopt(self, step: int) -> None:
         """Marks `step`, if it exists, as saved by this run, so that it is not saved again."""
-        self._known |= {step} & set(self.steps())
+        self._known |= {step} & set(distributed.allgather_json(self.steps())[0])
         self._when.saved(step)
 
     def steps(self) -> list[int]:
@@ -137,8 +137,8 @@ class Checkpointer(Tier):
         return storage.steps(self.directory)
 
     def has(self, step: int) -> bool:
-        """Returns whether `step` is complete, or being saved."""
-        return step in self._known or step in self.steps()
+        """Returns whether `step` is complete, or being saved; all hosts get the same answer."""
+        return step in self._known or distributed.allgather_json(step in self.steps())[0]
 
     def latest(self) -> int | None:
         """Returns the newest complete step with intact records that is not known to be damaged, else None.

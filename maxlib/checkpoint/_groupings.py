@@ -1,7 +1,7 @@
 """Matches stored leaves, or rows of them, to wanted leaves when the grouping of stacks has changed."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,22 +10,18 @@ from maxlib import nn
 from maxlib.checkpoint._errors import shorten
 
 Groupings = Mapping[str, nn.stack.Grouping]
-# The groups of a stack; in 0.1.0.dev0 numbers of layers by name.
-StoredGrouping = nn.stack.Grouping | Mapping[str, int]
-# Path suffixes: old -> new, with the last version that wrote the old one.
-_RENAMED = {"router.correction": "router.expert_bias"}  # 0.1.0.dev0
 # A leaf of one layer: the stored leaf that has it, and its row there (None: the whole leaf).
 Piece = tuple[str, int | None]
 
 
-def layer_paths(name: str, groupings: Mapping[str, StoredGrouping]) -> list[Piece]:
+def layer_paths(name: str, groupings: Groupings) -> list[Piece]:
     """Names the leaf `name` layer by layer: `layers.groups.1.0.w` is `layers.1.w` row 0, `layers.3.w` row 1, ...
 
     The stack may lie under any path: an optimizer's moments are named `0.mu.layers.groups.1.0.w`.
     """
     parts = name.split(".")
     for stack in sorted(groupings, key=len, reverse=True):
-        here, slots = stack.split(".") if stack else [], _layers_by_slot(groupings[stack])
+        here, slots = stack.split(".") if stack else [], nn.stack.layers_by_slot(groupings[stack])
         width = len(next(iter(slots), "").split("."))  # of "groups.1.0"
         for start in range(len(parts) - len(here) - width + 1):
             end = start + len(here)
@@ -61,7 +57,7 @@ class _Layer:
 
 def match_leaves(
     entries: dict[str, dict[str, Any]],
-    old: Mapping[str, StoredGrouping],
+    old: Groupings,
     wanted: dict[str, jax.ShapeDtypeStruct],
     new: Groupings,
     *,
@@ -69,8 +65,7 @@ def match_leaves(
     cast: bool,
 ) -> dict[str, Target]:
     """Finds every layer of every wanted leaf among a manifest's `entries`. Raises ValueError listing all mismatches."""
-    known = {layer for name in wanted for layer, _ in layer_paths(name, new)}
-    source = {_current_name(path, known): layer for path, layer in _layers_of(entries, old).items()}
+    source = _layers_of(entries, old)
     targets, missing, differ, used = {}, [], [], set()
     for name, raw in wanted.items():
         layers, rows = _split(name, raw.shape, new)
@@ -88,7 +83,7 @@ def match_leaves(
     return targets
 
 
-def _layers_of(entries: dict[str, dict[str, Any]], groupings: Mapping[str, StoredGrouping]) -> dict[str, _Layer]:
+def _layers_of(entries: dict[str, dict[str, Any]], groupings: Groupings) -> dict[str, _Layer]:
     result = {}
     for name, entry in entries.items():
         layers, rows = _split(name, entry["shape"], groupings)
@@ -98,7 +93,7 @@ def _layers_of(entries: dict[str, dict[str, Any]], groupings: Mapping[str, Store
     return result
 
 
-def _split(name: str, shape: Any, groupings: Mapping[str, StoredGrouping]) -> tuple[list[Piece], bool]:
+def _split(name: str, shape: Any, groupings: Groupings) -> tuple[list[Piece], bool]:
     """Returns the layers of a leaf, and whether each has a row. An optimizer's placeholder has no rows: it represents
     all of them.
     """
@@ -121,36 +116,3 @@ def _check_fit(where: str, missing: list[str], extra: list[str], differ: list[st
 
 def _show(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _current_name(path: str, wanted: Collection[str]) -> str:
-    """Returns the new name of a leaf if the model has that and not the stored one."""
-    for old, new in _RENAMED.items():
-        renamed = path.removesuffix(old) + new
-        if path.endswith(f".{old}") and path not in wanted and renamed in wanted:
-            return renamed
-    return path
-
-
-def _layers_by_slot(grouping: StoredGrouping) -> dict[str, list[tuple[int, int | None]]]:
-    """Returns the layers of each slot of a stack, as `nn.stack.layers_by_slot` does.
-
-    Args:
-        grouping: The groups of a stack. Those of 0.1.0.dev0 are `lead` layers with the period `lead_period`, then
-            `prefix` single layers, repeats of `period` layers (body), and single layers (suffix).
-    """
-    if not isinstance(grouping, Mapping):
-        return nn.stack.layers_by_slot(grouping)
-    lead, lead_period = grouping.get("lead", 0), grouping.get("lead_period", 1)
-    prefix, period = grouping["prefix"], grouping["period"]
-    start = lead + prefix
-    end = start + (grouping["num_layers"] - start) // period * period
-    repeated = {"lead": (0, lead, lead_period), "body": (start, end, period)}
-    alone = {"prefix": range(lead, start), "suffix": range(end, grouping["num_layers"])}
-    slots: dict[str, list[tuple[int, int | None]]] = {}
-    for name, (first, last, step) in repeated.items():
-        for slot in range(min(step, last - first)):
-            slots[f"{name}.{slot}"] = [(i, row) for row, i in enumerate(range(first + slot, last, step))]
-    for name, layers in alone.items():
-        slots |= {f"{name}.{slot}": [(i, None)] for slot, i in enumerate(layers)}
-    return slots

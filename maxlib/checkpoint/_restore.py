@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -82,10 +82,12 @@ def damaged_leaves(directory: epath.Path, *, host: int | None = None, hosts: int
 
 
 def metrics(directory: epath.Path) -> dict[str, Any]:
-    """Reads the metrics saved with a step; none if its records are damaged."""
+    """Reads the metrics saved with a step; none if its records are damaged. Raises OSError if they cannot be read."""
     try:
         return records.read(directory / "meta" / "meta.json").get("metrics", {})
-    except DamagedError:
+    except DamagedError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise error.__cause__ from None
         return {}
 
 
@@ -251,6 +253,11 @@ def _read_item(source: Source, item: str, stored: StepRecords, like: Any, wanted
     leaves = records.flatten(like)
     raws = {name: _raw(leaf) for name, leaf in leaves.items()}
     old, new = stored.meta["layouts"], wanted.groupings
+    if any(isinstance(grouping, Mapping) for grouping in old.values()):
+        raise ValueError(
+            f"{source.directory} was saved by 0.1.0.dev0, which grouped layers in another way: export it with that "
+            "version (`save_pretrained`) and load the export"
+        )
     if not new or new == old:  # leaf by leaf
         old = new = {}
     targets = match_leaves(entries, old, raws, new, where=f"item {item!r} of {source.directory}", cast=wanted.cast)
@@ -292,7 +299,8 @@ def _load(source: Source, item: str, entries: dict, shardings: dict[str, Any]) -
         bad = records.damaged(entries, leaves)
         if not anywhere(bad):
             empty = {n: np.zeros(e["shape"], records.abstract(e).dtype) for n, e in entries.items() if n not in leaves}
-            return {n: _put(leaf, shardings.get(n)) for n, leaf in empty.items()} | leaves
+            places = {n: shardings.get(n) for n in empty}
+            return {n: x if places[n] is None else jax.device_put(x, places[n]) for n, x in empty.items()} | leaves
     raise damaged_step(source.directory, [f"{item}: {name}" for name in bad] or [f"{item}: seen on another host"])
 
 
@@ -358,10 +366,6 @@ def _raw(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     plain = jax.eval_shape(jax.random.key_data, leaf) if records.is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
-
-
-def _put(leaf: np.ndarray, sharding: Any) -> Any:
-    return leaf if sharding is None else jax.device_put(leaf, sharding)
 
 
 def _items(directory: epath.Path, stored: StepRecords, wanted: Wanted) -> list[str]:

@@ -151,6 +151,8 @@ class Steps:
             if jax.process_index() == 0 and jax.process_count() > 1:
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir(parents=True, exist_ok=True)
+                # More than orbax writes before its first barrier, at which others would wait if the disk is full.
+                (probe / "space").write_bytes(bytes(1 << 16))
                 probe.rmtree(missing_ok=True)  # in object stores the directory may not exist
 
     def wait(self) -> None:

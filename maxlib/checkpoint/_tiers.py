@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from maxlib import distributed
 from maxlib.checkpoint._checkpointer import Checkpointer
 from maxlib.checkpoint._errors import SaveError, UnsavedError
 from maxlib.checkpoint._groupings import Groupings
@@ -79,7 +80,7 @@ class Tiers:
         except SaveError as error:
             _log.error("%s", error)
         held = [(s, -i) for i, tier in enumerate(self.tiers) for s in tier.steps() if step is None or s == step]
-        newest_first = sorted(held, reverse=True)
+        newest_first = sorted(distributed.allgather_json(held)[0], reverse=True)  # one list for all hosts
         reads = ((s, functools.partial(self.tiers[-i].restore, s, like, **options)) for s, i in newest_first)
         restored = first_undamaged(reads, self.directory)
         for tier in self.tiers:

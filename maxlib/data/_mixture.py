@@ -95,7 +95,7 @@ class Mixture:
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
         """Reads the documents of one of the loader's shards."""
-        return FromIterators(partial(_MixedIterator, self, part))
+        return FromIterators(partial(_MixedIterator, self, part), self.names)
 
     def __repr__(self) -> str:
         return f"Mixture of {', '.join(self.names)}"

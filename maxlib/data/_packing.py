@@ -84,6 +84,9 @@ def pack(
         raise ValueError(f"bins must be at least 1, got {bins}.")
     for policy in (overlong,) if isinstance(overlong, str) else overlong.values():
         check_choice("overlong", policy, get_args(Overlong))
+    if not isinstance(overlong, str) and (names := getattr(documents, "names", None)) is not None:
+        for source in overlong:
+            check_choice("a source of overlong", source, names)
     lengths, room = {"tokens": length, "targets": length}, Room(images, audio)
     if sources is not None:
         documents = documents.map(functools.partial(_numbered, names=tuple(sources)))

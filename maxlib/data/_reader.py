@@ -17,11 +17,11 @@ import numpy as np
 
 
 class FromIterators(grain.IterDataset):
-    """A dataset whose iterators `make` creates."""
+    """A dataset whose iterators `make` creates, of documents with the names of their sources if it knows them."""
 
-    def __init__(self, make: Callable[[], grain.DatasetIterator]):
+    def __init__(self, make: Callable[[], grain.DatasetIterator], names: tuple[str, ...] | None = None):
         super().__init__()
-        self._make = make
+        self._make, self.names = make, names
 
     def __iter__(self) -> grain.DatasetIterator:
         return self._make()

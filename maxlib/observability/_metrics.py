@@ -99,14 +99,16 @@ def collect_metrics(source: object, *, all_processes: bool = False) -> Values:
 
     Args:
         source: The object, such as a loader.
-        all_processes: True adds up the counts of all processes, which must all call this.
+        all_processes: True adds up the counts of all processes, and takes the mean of numbers that are no integers,
+            such as rewards; all processes must call this.
     """
     values = source.metrics() if isinstance(source, HasMetrics) else {}
     if not all_processes:
         return values
-    everyone = distributed.allgather_json(dict(values))
+    everyone = distributed.allgather_json({name: np.asarray(x).tolist() for name, x in values.items()})
     names = sorted({name for counts in everyone for name in counts})
-    return {name: sum(counts.get(name, 0) for counts in everyone) for name in names}
+    each = {name: np.array([counts[name] for counts in everyone if name in counts]) for name in names}
+    return {name: (x.sum(0) if x.dtype.kind in "biu" else x.mean(0)).tolist() for name, x in each.items()}
 
 
 class Jsonl:

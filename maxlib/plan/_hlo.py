@@ -122,7 +122,7 @@ def read_costs(
         across: Mesh axes that cross slices.
         trips: Trip counts of loops that depend on data, by kind, and the "room" of buffers of experts' rows.
         cache: Bytes that stay on chip between instructions.
-        vmem: Bytes of vector memory that a grouped matmul may take.
+        vmem: Bytes of vector memory that a kernel may take.
     """
     program = _Program(text, mesh, across, trips or {}, cache, vmem)
     program.visit(program.entry, 1.0, in_fusion=False)
@@ -190,7 +190,7 @@ class _Program:
                 self._compute(instruction, times * matmul_flops(instruction, computation), computation)
             elif kind == "custom-call":
                 kernel_flops = grouped_flops(instruction, self.room) or estimate_of(instruction, "flops")
-                flops = kernel_flops + custom_call_flops(instruction, computation)
+                flops = kernel_flops + custom_call_flops(instruction, computation, self.vmem)
                 self._compute(instruction, times * flops, computation)
                 self.repeated += times * repeated_flops(instruction, self.room, self.vmem)
             self._copy(instruction, computation, times)
@@ -288,9 +288,12 @@ class _Program:
         """Returns the bytes read from and written to main memory; slices only count their own bytes."""
         if instruction.opcode in (*_FREE, *_AROUND) or instruction.opcode.endswith("-done"):
             return 0.0
+        if 'custom_call_target="AllocateBuffer"' in instruction.rest:
+            return 0.0
         operands = [computation[name] for name in instruction.operands if name in computation]
-        if instruction.opcode in _SLICES:
-            return _sliced(instruction, operands[0]) + bytes_of(instruction.type) if operands else 0.0
+        if instruction.opcode in (*_SLICES, "gather"):
+            read = min(bytes_of(operands[0].type), _sliced(instruction, operands[0])) if operands else 0.0
+            return read + bytes_of(instruction.type) if operands else 0.0
         if instruction.opcode == "dynamic-update-slice":
             return (1 if is_on_host(instruction.type) else 2) * bytes_of(operands[1].type) if len(operands) > 1 else 0.0
         if instruction.opcode.startswith("ragged-all-to-all"):
@@ -300,7 +303,7 @@ class _Program:
             return bytes_of(instruction.type)  # the type of a start names operands and results
         if (
             kernel_bytes := grouped_bytes(instruction, self.room, self.vmem)
-            or splash_bytes(instruction)
+            or splash_bytes(instruction, self.vmem)
             or estimate_of(instruction, "bytes_accessed")
         ):
             return kernel_bytes
@@ -321,7 +324,7 @@ class _Program:
         return sum(self._used(parameter, user, inner) for user in inner.values() if parameter.name in user.operands)
 
     def _used(self, parameter: Instruction, user: Instruction, inner: dict[str, Instruction]) -> float:
-        if user.opcode in _SLICES:
+        if user.opcode in _SLICES or (user.opcode == "gather" and user.operands[0] == parameter.name):
             return _sliced(user, parameter)
         if user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
             return 0.0
@@ -349,7 +352,7 @@ class _Program:
 
 
 def _sliced(instruction: Instruction, operand: Instruction) -> float:
-    """Returns the bytes that a slice reads from main memory; its result may be in another memory."""
+    """Returns the bytes that a slice or a gather reads from main memory; its result may be in another memory."""
     return size_of(instruction.type) if bytes_of(operand.type) else 0.0
 
 

@@ -62,11 +62,11 @@ def _meetings(left: int, window: int, out: int, low: int, stride: int, left_dila
     return int(np.sum((at >= 0) & (at <= (left - 1) * left_dilation) & (at % left_dilation == 0)))
 
 
-def custom_call_flops(instruction: Instruction, computation: dict[str, Instruction]) -> float:
+def custom_call_flops(instruction: Instruction, computation: dict[str, Instruction], vmem: int = DEFAULT_VMEM) -> float:
     """Returns the FLOPs of a custom call that is known by its target."""
     types = [computation[name].type for name in instruction.operands if name in computation]
     operands = [sizes for type_ in types for _, sizes, _ in shapes_of(type_)]
-    return splash_flops(instruction) or custom_flops(
+    return splash_flops(instruction, vmem) or custom_flops(
         instruction.rest, operands, [sizes for _, sizes, _ in shapes_of(instruction.type)]
     )
 
@@ -149,10 +149,11 @@ class _SplashCall:
     v: tuple[int, ...]  # B K S Hv, or K S Hv
     width: int  # bytes of an element
     marks: int  # numbers of 32 bits beside each query: its index, its segment
+    vmem: int  # bytes of vector memory of the chip
 
     @property
     def tiles(self) -> SplashTiles:
-        return splash_tiles(self.q[-2], self.v[-2], self.q[-1], self.v[-1], self.window)
+        return splash_tiles(self.q[-2], self.v[-2], self.q[-1], self.v[-1], self.window, vmem=self.vmem)
 
     @property
     def block(self) -> SplashBlock:
@@ -211,25 +212,25 @@ class _SplashCall:
         return self.heads * (staying + self.visited * block.keys * (keys + segments))
 
 
-def _splash_call(instruction: Instruction) -> _SplashCall | None:
+def _splash_call(instruction: Instruction, vmem: int) -> _SplashCall | None:
     if instruction.opcode != "custom-call" or (match := _SPLASH.search(instruction.rest)) is None:
         return None
     arrays = [(kind, sizes) for kind, sizes, _ in shapes_of(match[1])]
     (kind, q), _, (_, v) = [array for array in arrays if not array[0].startswith(("s", "u", "pred"))][:3]
     marks = sum(kind == "s32" and sizes[-1] in (_LANES, q[-2]) and len(sizes) > 1 for kind, sizes in arrays[2:])
     window = None if match[3] is None else int(match[3])
-    return _SplashCall(match[4], match[2], window, tuple(q), tuple(v), round(size_of(f"{kind}[1]")), marks)
+    return _SplashCall(match[4], match[2], window, tuple(q), tuple(v), round(size_of(f"{kind}[1]")), marks, vmem)
 
 
-def splash_flops(instruction: Instruction) -> float:
+def splash_flops(instruction: Instruction, vmem: int = DEFAULT_VMEM) -> float:
     """Returns the FLOPs of a call of splash attention, 0 for any other instruction."""
-    kernel = _splash_call(instruction)
+    kernel = _splash_call(instruction, vmem)
     return 0.0 if kernel is None else kernel.flops
 
 
-def splash_bytes(instruction: Instruction) -> float | None:
+def splash_bytes(instruction: Instruction, vmem: int = DEFAULT_VMEM) -> float | None:
     """Returns the bytes that a call of splash attention reads and writes, None for any other instruction."""
-    kernel = _splash_call(instruction)
+    kernel = _splash_call(instruction, vmem)
     return None if kernel is None else kernel.bytes
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.ops import check_vocabulary, is_learned, top_k_divergence
-from maxlib.post_training._reference import trained_and_frozen
+from maxlib.post_training._reference import check_temperature, trained_and_frozen
 from maxlib.training.losses import Batch, Loss, Stats, run_model
 
 
@@ -42,11 +42,13 @@ class Distillation(Loss):
     features: float = 0.0
     teacher: Callable[[Any], Any] | None = None
     reads: ClassVar[Collection[str]] = ("teacher", "teacher_hidden", "teacher_ids", "teacher_log_probs")
+    others: ClassVar[Collection[str]] = ("teacher",)
 
     def prepare(self, model: Any, batch: Batch, *, dtype: Any, remat: nn.remat.Policy) -> tuple[Any, Batch]:
         """Returns the student, and a batch with the teacher, if there is one, and its hidden states."""
         student, teacher = trained_and_frozen(model, self.teacher)
         if teacher is None:
+            check_temperature("teacher", batch, self.temperature)
             return student, batch
         teacher = jax.lax.stop_gradient(teacher)
         hidden = run_model(teacher, batch, dtype=dtype, remat=remat).hidden

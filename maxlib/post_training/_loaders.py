@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
+from maxlib.inference import Sampler
 from maxlib.observability import collect_metrics
 from maxlib.post_training._reference import interleaved, log_probs
 from maxlib.training import StatefulLoader, follow_layout, shard_batch
@@ -55,7 +56,8 @@ def add_reference(
     """
 
     def score(model: Any, batch: Batch) -> Batch:
-        return {"reference_log_probs": log_probs(model, batch, temperature=temperature, dtype=dtype).log_prob}
+        scored = log_probs(model, batch, temperature=temperature, dtype=dtype)
+        return {"reference_log_probs": scored.log_prob, "reference_sampler": Sampler(temperature)}
 
     return Scored(loader, model, layout, score)
 
@@ -85,7 +87,7 @@ def add_teacher(
         values, ids = nn.distillation.token_top_k(
             hidden, model.head_weight(), k, temperature=temperature, softcap=model.softcap
         )
-        return {"teacher_ids": ids, "teacher_log_probs": values}
+        return {"teacher_ids": ids, "teacher_log_probs": values, "teacher_sampler": Sampler(temperature)}
 
     return Scored(loader, model, layout, score)
 

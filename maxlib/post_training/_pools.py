@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,7 +22,11 @@ class _Pool(contextlib.AbstractContextManager):
     """Workers that answer calls, each within `timeout` seconds."""
 
     def __init__(self, workers: Sequence[TimedProcess], timeout: float):
-        self._workers, self.timeout = workers, timeout
+        self._workers, self.timeout, self._lock = workers, timeout, threading.Lock()
+
+    def _results(self, queues: Sequence[collections.deque]) -> Iterator[tuple[Any, Any, Any]]:
+        with self._lock:  # engines in several threads may share the workers
+            yield from results(self._workers, queues, self.timeout)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -58,7 +62,7 @@ class RewardPool(_Pool):
         """Scores N items with K rewards; NaN for items that were not scored."""
         scores = np.full((len(items), len(self.rewards)), np.nan)
         queue = collections.deque(((n, k), k, items[n]) for n, k in np.ndindex(scores.shape))
-        for job, scored, failure in results(self._workers, [queue] * len(self._workers), self.timeout):
+        for job, scored, failure in self._results([queue] * len(self._workers)):
             kind, scores[job] = scored or ("timeout" if failure == "timeout" else "error", math.nan)
             self.outcomes[kind] += 1
         return scores
@@ -143,7 +147,7 @@ class EnvironmentPool(_Pool):
     ):
         if workers < 1 or not timeout > 0:
             raise ValueError(f"workers and timeout must be positive, got {workers} and {timeout}")
-        self._added, self._lock = 0, threading.Lock()
+        self._added = 0
         super().__init__([TimedProcess([_Host(make)], in_thread=in_threads) for _ in range(workers)], timeout)
 
     def reset(self, tasks: Sequence[Any]) -> dict[int, Answer]:
@@ -165,11 +169,10 @@ class EnvironmentPool(_Pool):
         queues = [collections.deque() for _ in self._workers]
         for number, call in calls.items():
             queues[number % len(queues)].append((number, 0, (number, *call)))
-        with self._lock:  # engines in several threads may share the workers
-            for number, answer, failure in results(self._workers, queues, self.timeout):
-                if failure == "timeout":
-                    answer = Answer(failure="timeout", error=f"no answer within {self.timeout:g} s")
-                answers[number] = answer or Answer(failure="crash", error="its process ended")
+        for number, answer, failure in self._results(queues):
+            if failure == "timeout":
+                answer = Answer(failure="timeout", error=f"no answer within {self.timeout:g} s")
+            answers[number] = answer or Answer(failure="crash", error="its process ended")
         return {number: answers[number] for number in calls}  # in the order of the calls, whoever answered first
 
 

@@ -1,8 +1,8 @@
 """Second models: a frozen reference or teacher beside the trained model, and losses that compare with a reference."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class MovingReference:
         alpha: α in `reference = α policy + (1 - α) reference`.
 
     Raises:
-        ValueError: when the model has no reference of its own architecture.
+        ValueError: when the model has no reference of its own architecture, or checkpoints do not have it.
     """
 
     alpha: float = 0.6
@@ -66,6 +66,10 @@ class MovingReference:
         state, model = trainer.state, trainer.state.model
         if not isinstance(model, WithFrozen) or jax.tree.structure(model.trained) != jax.tree.structure(model.frozen):
             raise ValueError("a moving reference needs WithFrozen(model, reference) with two equal architectures")
+        if getattr(trainer.checkpointer, "base", None) is not None:
+            raise ValueError(
+                "a Checkpointer(base=...) saves no frozen weights, so a moved reference would be lost: omit base"
+            )
 
         def mixed(policy: Array, reference: Array) -> Array:
             if not jnp.issubdtype(reference.dtype, jnp.inexact):
@@ -117,6 +121,7 @@ class ReferencedLoss(Loss):
 
     reference: Callable[[Any], Any] | None = None
     temperature: float = 1.0
+    others: ClassVar[Collection[str]] = ("reference",)
 
     def prepare(self, model: Any, batch: Batch, *, dtype: Any, remat: nn.remat.Policy) -> tuple[Any, Batch]:
         """Returns the trained model, and the batch with what the loss compares."""
@@ -134,10 +139,20 @@ class ReferencedLoss(Loss):
                     raise ValueError(missing_reference("the divergence on batch['mismatched']"))
                 ratio = frozen_log_probs(model, other) - other["reference_log_probs"]
                 batch = batch | {"kl_baseline": _mean_of_answers(ratio, other, rows=len(batch["tokens"]))}
+            check_temperature("reference", batch, self.temperature)
             return batch if frozen is None else batch | {"reference_log_probs": frozen_log_probs(frozen, batch)}
 
         model, frozen = trained_and_frozen(model, self.reference)
         return model, with_reference(batch)
+
+
+def check_temperature(what: str, batch: Batch, temperature: float) -> None:
+    """Raises ValueError if the reference or the teacher of `add_reference` or `add_teacher` has another temperature."""
+    there = getattr(batch.get(f"{what}_sampler"), "temperature", temperature)
+    if there != temperature:
+        raise ValueError(
+            f"the {what} was scored at temperature {there}, the loss has {temperature}: give both the same"
+        )
 
 
 def _mean_of_answers(ratio: Float[Array, "B T"], batch: Batch, *, rows: int) -> Float[Array, " R"]:
@@ -147,24 +162,18 @@ def _mean_of_answers(ratio: Float[Array, "B T"], batch: Batch, *, rows: int) -> 
     return jnp.broadcast_to(jnp.sum(jnp.where(mask, ratio, 0)) / jnp.maximum(answers, 1), rows)
 
 
-def interleaved(batch: Batch) -> Batch:
-    """Joins chosen and rejected rows, `B ...` each, to `2B ...` with the two rows of a pair next to each other.
+def interleaved(batch: Batch, names: Sequence[str] = ("chosen", "rejected")) -> Batch:
+    """Joins the rows of R parts, `B ...` each, to `B R ...` with those that belong together next to each other.
 
     Rows do not move between devices.
     """
-    chosen, rejected = (
-        {dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(batch[name])}
-        for name in ("chosen", "rejected")
-    )
-    if chosen != rejected:
-        raise ValueError(
-            f"chosen and rejected must have the same arrays of the same shapes, got {chosen} and {rejected}"
-        )
-    # [B, ...] and [B, ...] -> [B, 2, ...] -> [2B, ...]
-    joined = jax.tree.map(
-        lambda c, r: jnp.stack([c, r], axis=1).reshape(-1, *c.shape[1:]), batch["chosen"], batch["rejected"]
-    )
-    return joined | {"interleaved": jnp.zeros(len(joined["tokens"]))}
+    parts = [batch[name] for name in names]
+    shapes = [{dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)} for part in parts]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{' and '.join(names)} must have the same arrays of the same shapes, got {shapes}")
+    # [B, ...] of each -> [B, R, ...] -> [B * R, ...]
+    joined = jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *parts)
+    return joined | {"interleaved": jnp.zeros((len(joined["tokens"]), len(names)))}
 
 
 def missing_reference(what: str) -> str:

@@ -102,6 +102,7 @@ class AsyncRollouts(Rollouts):
             self._newest = self._next, newest
             self._changed.notify_all()
             if not self._threads:
+                self._closed = False
                 self._threads = [threading.Thread(target=self._work, args=(e,), daemon=True) for e in self.engines]
                 for thread in self._threads:
                     thread.start()
@@ -118,7 +119,7 @@ class AsyncRollouts(Rollouts):
         self._begin_at(state["0"]["next"])
 
     def close(self) -> None:
-        """Ends the threads, each after the batch that it samples."""
+        """Ends the threads, each after the batch that it samples; the next batch starts them again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -164,9 +165,9 @@ class AsyncRollouts(Rollouts):
         ages = number - np.asarray(batch.pop("weight_versions", newest))
         is_old = ages > self.max_staleness
         if not is_old.any():
-            return batch, {"staleness": int(ages.max()), "stale": 0.0}
+            return batch, {"staleness": float(ages.max()), "stale": 0.0}
         batch["targets"] = np.where(is_old[:, None], -1, batch["targets"])
-        return batch, {"staleness": int(ages[~is_old].max(initial=0)), "stale": float(is_old.mean())}
+        return batch, {"staleness": float(ages[~is_old].max(initial=0)), "stale": float(is_old.mean())}
 
     def _next_job(self) -> tuple[int, tuple[int, Any]] | None:
         """Returns the number of the next batch once there are new enough weights, with these; None at the end."""

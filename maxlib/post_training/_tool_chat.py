@@ -20,8 +20,8 @@ class ToolChat:
     """An `Environment` of a chat in which a model calls Python functions, until it answers without a call.
 
     What a tool returns follows the model's own tokens, with the template's text around it; earlier tokens are neither
-    decoded and encoded again nor rendered again. A call that cannot be read, names no tool or raises gives the model
-    the error as its result.
+    decoded and encoded again nor rendered again. A call that cannot be read, names no tool, raises or returns what JSON
+    cannot say gives the model the error as its result.
 
     Args:
         messages: The chat so far, with `role` and `content`.
@@ -101,9 +101,9 @@ class ToolChat:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
         try:
             value = self.tools[name](**arguments)
+            return value if isinstance(value, str) else json.dumps(value)
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"
-        return value if isinstance(value, str) else json.dumps(value)
 
     def _following(self, results: list[Message]) -> str:
         """Returns the text between the end of the model's turn and its next one."""

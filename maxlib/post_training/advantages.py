@@ -1,4 +1,7 @@
-"""Advantages from rewards, on the host: N prompts, G completions of each, K rewards; NaN for missing rewards."""
+"""Advantages from rewards, on the host: N prompts, G completions of each, K rewards; NaN for missing rewards.
+
+A batch is what a function gets: processes that sample apart gather all rewards before they normalize over the batch.
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,7 +37,7 @@ def group_advantages(rewards: Rewards, *, scale: Literal["group", "batch", "mean
     mean, std = _moments(rewards)
     deviation = rewards - mean
     if scale == "mean":
-        if (mean < 0).any():
+        if (rewards < 0).any():
             raise ValueError('scale="mean" needs rewards of at least 0, such as 0 and 1')
         deviation /= mean + EPSILON
     elif scale is not None:
@@ -87,7 +90,7 @@ def decoupled_advantages(rewards: Rewards, weights: Sequence[float] | None = Non
     rewards = np.asarray(rewards, np.float64)
     scaled = [_normalized(_checked(reward)) for reward in np.moveaxis(rewards, -1, 0)]
     total = combine_rewards(np.stack(scaled, axis=-1), weights)
-    return _finished(_normalized(total, over_batch=True), combine_rewards(rewards, weights))
+    return _finished(_normalized(total, over_batch=True), total)
 
 
 def kl_penalized(rewards: Any, old: Any, reference: Any, mask: Any, *, beta: float) -> np.ndarray:
@@ -174,6 +177,7 @@ class AdaptiveEntropy:
     """Adapts the factor of the entropy bonus so that the entropy stays above a target (Skywork-OR1, arXiv:2505.22312).
 
     The factor grows by `delta` for a batch whose entropy is at most the target, and otherwise shrinks and is not used.
+    Checkpoints do not have it: a resumed run begins at `factor`.
     The entropy is estimated without bias: the mean of the sampled tokens' negative log-probabilities.
 
         entropy = post_training.AdaptiveEntropy(target=0.2)

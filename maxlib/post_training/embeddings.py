@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlib import nn
-from maxlib._utils.paths import dotted
+from maxlib.post_training._reference import interleaved
 from maxlib.sharding import constrain
 from maxlib.training.losses import Batch, Loss, Stats
 
@@ -38,7 +38,7 @@ class InfoNCE(Loss):
     temperature: float = 0.05
     symmetric: bool = False
     dims: tuple[int, ...] = ()
-    reads: ClassVar[Collection[str]] = (*ROLES, "roles")
+    reads: ClassVar[Collection[str]] = (*ROLES, "interleaved")
     reads_targets: ClassVar[bool] = False
     sums_over_rows: ClassVar[bool] = False
 
@@ -46,16 +46,10 @@ class InfoNCE(Loss):
         """Returns the model, and the rows of each anchor, its positive and its negative next to each other."""
         if not {"anchor", "positive"} <= batch.keys():
             raise ValueError(f"InfoNCE needs batch['anchor'] and batch['positive'], got {sorted(batch)}")
-        roles = [batch[name] for name in ROLES if name in batch]
-        shapes = [{dotted(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(role)} for role in roles]
-        if any(shape != shapes[0] for shape in shapes):
-            raise ValueError(f"anchors, positives and negatives must have arrays of the same shapes, got {shapes}")
-        # [B, ...] of each -> [B, R, ...] -> [B * R, ...]: rows do not move between devices.
-        joined = jax.tree.map(lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:]), *roles)
-        return model, joined | {"roles": jnp.zeros((len(joined["tokens"]), len(roles)))}
+        return model, interleaved(batch, [name for name in ROLES if name in batch])
 
     def from_hidden(self, model: Any, hidden: Float[Array, "N T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
-        R = batch["roles"].shape[1]
+        R = batch["interleaved"].shape[1]
         masks = {name: batch[name] for name in ("segment_ids", "valid") if name in batch}
         is_token = next(iter(masks.values()), jnp.ones(hidden.shape[:2], bool)) > 0
         filled = jnp.any(is_token, axis=1).reshape(-1, R)

@@ -363,6 +363,10 @@ class PolicyLoss(ReferencedLoss):
                 "a batch's sampler is the inference.Sampler that drew its completions; log-probabilities that it "
                 f"reported are sampler_log_probs. Got {type(sampler).__name__}"
             )
+        if sampler.temperature == 0:
+            raise ValueError(
+                "a greedy sampler (temperature 0) draws from no distribution to learn from: take one above 0"
+            )
         if self.temperature != sampler.temperature:
             raise ValueError(
                 f"the loss scores tokens at temperature {self.temperature}, the sampler draws them at "

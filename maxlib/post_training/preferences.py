@@ -92,7 +92,7 @@ class PreferenceLoss(ReferencedLoss):
 
     def of_pairs(self, answers: Answers) -> Pairs:
         """Computes the loss of each pair."""
-        raise NotImplementedError(f"{type(self).__name__} must define __call__(answers) -> the loss of each pair")
+        raise NotImplementedError(f"{type(self).__name__} must define of_pairs(answers) -> the loss of each pair")
 
     def rewards(self, answers: Answers) -> tuple[Pairs, Pairs]:
         """Returns the implicit rewards of the chosen and the rejected answers, for metrics."""
@@ -106,12 +106,7 @@ class PreferenceLoss(ReferencedLoss):
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
         if self.needs_reference and "reference_log_probs" not in batch:
             raise ValueError(missing_reference(type(self).__name__))
-        if "interleaved" not in batch and "segment_ids" not in batch:
-            raise ValueError(
-                f"{type(self).__name__} finds no pairs in a batch of {sorted(batch)}: pass {{'chosen': {{...}}, "
-                "'rejected': {...}} with the rows of each (split rows of both that are stacked in one array), or "
-                "'segment_ids' with the answers of a pair as consecutive segments of a row"
-            )
+        check_pairs(self, batch)
         segment_ids, mask = batch.get("segment_ids"), is_learned(batch["targets"])
         targets = _with_prompt(batch) if self.nll_of_prompt else batch["targets"]
         scored = score(model, hidden, targets, temperature=self.temperature).log_prob
@@ -150,6 +145,16 @@ def _check_scale(beta: float, label_smoothing: float = 0.0) -> None:
         raise ValueError(f"beta must be positive, got {beta}")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is the share of wrong labels, in [0, 0.5), got {label_smoothing}")
+
+
+def check_pairs(loss: Any, batch: Batch) -> None:
+    """Raises ValueError if a batch has pairs in neither of the two forms."""
+    if "interleaved" not in batch and "segment_ids" not in batch:
+        raise ValueError(
+            f"{type(loss).__name__} finds no pairs in a batch of {sorted(batch)}: pass {{'chosen': {{...}}, "
+            "'rejected': {...}} with the rows of each (split rows of both that are stacked in one array), or "
+            "'segment_ids' with the answers of a pair as consecutive segments of a row"
+        )
 
 
 def split_pairs(sums: Float[Array, "B S"], batch: Batch) -> tuple[Array, Array]:

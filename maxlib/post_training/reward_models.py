@@ -16,7 +16,7 @@ from maxlib import nn
 from maxlib.ops import is_learned
 from maxlib.post_training._reference import interleaved
 from maxlib.post_training._segments import segment_sums
-from maxlib.post_training.preferences import split_pairs
+from maxlib.post_training.preferences import check_pairs, split_pairs
 from maxlib.training.losses import Batch, Loss, Stats, num_learned, run_model
 
 
@@ -78,11 +78,7 @@ class BradleyTerry(Loss):
         return model, interleaved(batch) | margin
 
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
-        if "interleaved" not in batch and "segment_ids" not in batch:
-            raise ValueError(
-                f"BradleyTerry finds no pairs in a batch of {sorted(batch)}: pass {{'chosen': {{...}}, 'rejected': "
-                "{...}} with the rows of each, or 'segment_ids' with the answers of a pair as consecutive segments"
-            )
+        check_pairs(self, batch)
         segment_ids = batch.get("segment_ids")
         if segment_ids is None and "valid" in batch:
             segment_ids = batch["valid"].astype(jnp.int32)

@@ -29,7 +29,8 @@ _ELSEWHERE = {
     "kl_baseline": ("z", "kl"),
 }
 # Entries of maxlib.post_training's batches that a loss need not read.
-_MADE = {*_ELSEWHERE, "advantages", "sampler", "weight_versions", "mismatched", "teacher_ids", "teacher_log_probs"}
+_MADE = {*_ELSEWHERE, "advantages", "sampler", "weight_versions", "mismatched", "reference_sampler"}
+_MADE |= {"teacher_ids", "teacher_log_probs", "teacher_sampler"}
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "target_mask", "prompt_mask", "mask")
 
 

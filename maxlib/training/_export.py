@@ -37,7 +37,8 @@ class HuggingFaceExport:
     Args:
         directory: Directory of the exports, or its name in a bucket, such as "gs://bucket/exports".
         every: Number of steps between exports.
-        keep: Number of newest exports to keep; None keeps all.
+        keep: Number of newest exports to keep, without those of later steps that the run has gone back from; None
+            keeps all.
         ema: True writes averages of the parameters (`training.ema_model`) instead of the parameters.
         options: Options of `weights.save_pretrained`, such as `dtype`, and `like`, the directory of the original model,
             from which the tokenizer, the chat template and the end-of-text ids are copied, and `chat_template`, the one
@@ -94,7 +95,8 @@ class HuggingFaceExport:
             raise SaveError(f"Step {step} could not be exported to {self.directory} ({error}).", step=step) from error
         if jax.process_index() == 0 and self.keep is not None:
             steps = sorted(int(name) for name in buckets.children(self.directory) if name.isdecimal())
-            for old in steps[: -self.keep]:
+            newest = [n for n in steps if n <= step][-self.keep :]  # later ones are of a history that the run left
+            for old in {*steps} - {*newest}:
                 buckets.remove(buckets.child(self.directory, str(old)))
 
 

@@ -1,5 +1,6 @@
 """The gradient of a loss by autodiff: of a batch at once, or of one microbatch after the other."""
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any, cast
@@ -56,10 +57,17 @@ def bind_options(
             trained = trained_model(model)  # a reference or a teacher beside it is neither noisy nor cut
             noisy = nn.with_dropout(trained, dropout, jax.random.fold_in(key, 1)) if dropout else trained
             noisy = with_embedding_noise(noisy, key, neftune_alpha) if neftune_alpha else noisy
-            model = with_trained_model(model, noisy)
+            return _with_others_of(model, loss)(with_trained_model(model, noisy), batch, key, **options)
         return loss(model, batch, key, **options)
 
     return bound
+
+
+def _with_others_of(model: Any, loss: LossFunction) -> LossFunction:
+    """Returns the loss whose reference or teacher is made of this model, whatever model it is called with."""
+    functions = {name: getattr(loss, name) for name in getattr(loss, "others", ())}
+    fixed = {name: lambda _, make=make: make(model) for name, make in functions.items() if make is not None}
+    return dataclasses.replace(cast(Any, loss), **fixed) if fixed else loss
 
 
 def with_embedding_noise(model: Any, key: Array, alpha: float) -> Any:

@@ -268,7 +268,7 @@ def _clipped(optimizer: optax.GradientTransformation, clip: float | None) -> opt
 
 
 def muon_dimensions(model: Any, *, split_heads: bool = False) -> dict[str, Dimensions]:
-    """Finds the input and output dimensions of each matrix by path; all other dimensions number the matrices.
+    """Finds the input and output dimensions of each matrix in layers by path; other dimensions number the matrices.
 
     Args:
         model: Determines the axes.
@@ -282,7 +282,7 @@ def muon_dimensions(model: Any, *, split_heads: bool = False) -> dict[str, Dimen
         inputs = tuple(d for d in axes if names[d] in summed)
         apart = {"expert", "heads", "kv_heads"} if split_heads and "head_dim" in names else {"expert"}
         outputs = tuple(d for d in axes if names[d] not in summed and names[d] not in apart)
-        if inputs and outputs and ".router." not in path:
+        if inputs and outputs and not {"router", "head"} & {*path.split(".")}:  # such as a head of scores
             dimensions[path] = inputs, outputs
     return dimensions
 

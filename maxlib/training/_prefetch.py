@@ -23,9 +23,9 @@ class StatefulLoader(Protocol):
     A state is a dictionary of JSON values. Of several processes, a checkpoint joins the states by their names, and each
     process gets all of them back: what only one process reads has a name of its own, such as the number of its shard.
 
-    If it has a method `metrics()`, its counts are written at every step; with several processes they are summed at
-    saves and evaluations. If it has a method `follow(sharding)`, a `Trainer` of several processes calls it with the
-    sharding of the batch, before anything is read.
+    If it has a method `metrics()`, its counts are written at every step; with several processes their sums, and the
+    means of other numbers, are written at saves and evaluations. If it has a method `follow(sharding)`, a `Trainer` of
+    several processes calls it with the sharding of the batch, before anything is read.
     """
 
     def __next__(self) -> dict[str, np.ndarray]: ...

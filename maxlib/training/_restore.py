@@ -109,7 +109,8 @@ def save(
 ) -> None:
     """Starts saving the items that `initial_state` restores, without frozen weights if `base` records them."""
     checkpointer.groupings = checkpointer.groupings or nn.tree.groupings(state.rest)
-    meta = {"key": jax.random.key_data(state.key).tolist(), "model": config_text(state.rest)}
+    meta = {"key": jax.random.key_data(state.key).tolist(), "key_impl": str(jax.random.key_impl(state.key))}
+    meta["model"] = config_text(state.rest)
     meta |= {} if base is None else {"base": base}
     checkpointer.save(step, items_of(state, base), data=data_state, meta=meta, metrics=metrics, overwrite=False)
 
@@ -170,9 +171,10 @@ def _make_room(state: TrainState, base: Any) -> dict[str, Any]:
 
 
 def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[TrainState, ResumePoint]:
-    step = restored["meta"]["step"]
-    _warn_of_changes(restored["meta"].get("model"), config_text(state.rest), where)
-    key = jax.random.wrap_key_data(jnp.asarray(np.array(restored["meta"]["key"], np.uint32)))
+    meta = restored["meta"]
+    step, key_data = meta["step"], jnp.asarray(np.array(meta["key"], np.uint32))
+    _warn_of_changes(meta.get("model"), config_text(state.rest), where)
+    key = jax.random.wrap_key_data(key_data, impl=meta.get("key_impl"))
 
     def place(new: Any, old: Any) -> Any:
         return jax.device_put(new, old.sharding)
@@ -184,9 +186,7 @@ def _resumed(state: TrainState, restored: dict[str, Any], where: str) -> tuple[T
         step=place(jnp.asarray(step, jnp.int32), state.step),
         key=place(key, state.key),
     )
-    return new, ResumePoint(
-        f"resumed after step {step}, from {where}", restored["data"], restored["meta"].get("metrics", {})
-    )
+    return new, ResumePoint(f"resumed after step {step}, from {where}", restored["data"], meta.get("metrics", {}))
 
 
 def config_text(model: Any) -> str:
@@ -204,7 +204,7 @@ def _warn_of_changes(saved: str | None, here: str, where: str) -> None:
     def fields(text: str) -> list[str]:
         # One line for each field, nested ones too:
         # "Config(vocab=61, rope=Rope(dim=12" -> "vocab=61", "rope=Rope(dim=12"
-        return re.split(r", (?=\w+=)|(?<=Config)\(", re.sub(r" at 0x[0-9a-f]+", "", text))
+        return re.split(r", (?=\w+=)|(?<=Config)\(", text)
 
     changed = [line for line in difflib.ndiff(fields(saved), fields(here)) if line[0] in "-+"]
     if changed:

@@ -26,8 +26,8 @@ def warmup_cosine(peak: float, steps: int, *, warmup: int, end_fraction: float =
     Raises:
         ValueError: when the parts do not fit into `steps`.
     """
-    _check(steps, warmup)
-    return _after_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup, alpha=end_fraction))
+    decay = steps - warmup
+    return warmup_stable_decay(peak, steps, warmup=warmup, decay=decay, end_fraction=end_fraction, shape="cosine")
 
 
 def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float = 0.0) -> optax.Schedule:
@@ -42,13 +42,7 @@ def warmup_linear(peak: float, steps: int, *, warmup: int, end_fraction: float =
     Raises:
         ValueError: when the parts do not fit into `steps`.
     """
-    _check(steps, warmup)
-    falling = float(steps - warmup)
-
-    def fall(step: Any) -> Any:
-        return peak * (1 - (1 - end_fraction) * jnp.clip(step / falling, 0.0, 1.0))
-
-    return _after_warmup(peak, warmup, fall)
+    return warmup_stable_decay(peak, steps, warmup=warmup, decay=steps - warmup, end_fraction=end_fraction)
 
 
 def warmup_stable_decay(
@@ -76,9 +70,13 @@ def warmup_stable_decay(
     Raises:
         ValueError: when the parts do not fit into `steps`.
     """
-    _check(steps, warmup, decay)
+    if warmup < 0 or decay < 1 or warmup + decay > steps:
+        raise ValueError(
+            f"a schedule needs warmup >= 0, a decay of at least one step, and both within its steps; "
+            f"got steps={steps}, warmup={warmup}, decay={decay}"
+        )
     check_choice("shape", shape, ("linear", "cosine", "sqrt"))
-    begin, rising = float(steps - decay), float(warmup)
+    begin, rising = float(steps - decay), float(warmup)  # too large for an integer of 32 bits, if they are tokens
 
     def schedule(step: Any) -> Any:
         progress = jnp.clip((step - begin) / float(decay), 0.0, 1.0)
@@ -109,26 +107,6 @@ def by_tokens(schedule: optax.Schedule, tokens_per_step: int | Callable[[Any], A
         return schedule(tokens_per_step(step) if callable(tokens_per_step) else step * float(tokens_per_step))
 
     return by_steps
-
-
-def _after_warmup(peak: float, warmup: int, schedule: optax.Schedule) -> optax.Schedule:
-    """Prepends a warm-up whose first step has a rate above 0: step `i` has `(i + 1) / (warmup + 1)` of the peak."""
-    if warmup == 0:
-        return schedule
-    rising = float(warmup)  # numbers of tokens may be too large for an integer of 32 bits
-
-    def rise_first(step: Any) -> Any:
-        return jnp.where(step < rising, peak * (step + 1) / (rising + 1), schedule(step - rising))
-
-    return rise_first
-
-
-def _check(steps: int, warmup: int, decay: int = 1) -> None:
-    if warmup < 0 or decay < 1 or warmup + decay > steps:
-        raise ValueError(
-            f"a schedule needs warmup >= 0, a decay of at least one step, and both within its steps; "
-            f"got steps={steps}, warmup={warmup}, decay={decay}"
-        )
 
 
 class Ramp:

@@ -40,6 +40,7 @@ from maxlib.training.diloco import DiLoCo
 from maxlib.training.losses import Batch, LossFunction, NextToken
 
 MOST_EMPTY = 10  # batches in a row without a target
+MOST_SKIPPED = 100  # steps in a row that `skip_spikes` skips
 
 
 class DivergedError(FloatingPointError):
@@ -131,7 +132,8 @@ class Trainer:
         evaluations = by_prefix(evaluation)
         _check_arguments(model, loader, evaluations, checkpointer, callbacks)
         sharding.check_layout(layout)
-        if diloco is not None and any(e.ema for e in evaluations.values()):
+        exports = [callback for callback in callbacks if isinstance(callback, Export)]
+        if diloco is not None and any(getattr(x, "ema", False) for x in (*evaluations.values(), *exports)):
             raise ValueError(
                 "under DiLoCo each replica has averages of its own, which are no model: leave out ema=True"
             )
@@ -165,7 +167,6 @@ class Trainer:
         self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
         self.loader, self.evaluation, self.checkpointer = loader, evaluation, checkpointer
         self._evaluations = evaluations
-        exports = [callback for callback in callbacks if isinstance(callback, Export)]
         self.callbacks = [callback for callback in callbacks if not isinstance(callback, Export)]
         self._saving = SaveManager(checkpointer, exports, clock=self.clock, timeout=timeout, log=self.log)
         self._interrupt = StopRequest()
@@ -190,7 +191,7 @@ class Trainer:
                 self.state = make()
         self.step, self.batch, self._batch_before = 0, None, None
         self._meter = Meter()
-        self._empty = 0  # consecutive steps without a target
+        self._empty = self._skipped = 0  # consecutive steps without a target, and skipped ones
         self._counted = False  # True once a step has been started
         self._flops: dict[Any, float | None] = {}  # of a step, by the shapes of its batch
         self._last: dict[str, Any] = {}  # newest metrics, saved with checkpoints
@@ -250,7 +251,8 @@ class Trainer:
     def fit(self, steps: int) -> dict[str, Any]:
         """Trains until `steps` steps are done, including those of earlier calls and runs; returns the last metrics.
 
-        Raises DivergedError when loss or gradient are not finite, naming the step and the last good checkpoint;
+        Raises DivergedError when loss or gradient are not finite, naming the step and the last good checkpoint, and
+        when `skip_spikes` skips a hundred steps in a row;
         ValueError when ten batches in a row have no targets; Interrupted after Ctrl-C or SIGTERM, once everything is
         saved.
         """
@@ -389,7 +391,7 @@ class Trainer:
         self._report(ready)
 
     def _write_counts(self) -> None:
-        """Writes the loaders' counts summed over processes; a single process reports them every step."""
+        """Writes the loaders' metrics over all processes; a single process reports them every step."""
         if jax.process_count() == 1 or self._counts_at == self.step:
             return
         self._counts_at = self.step
@@ -434,6 +436,7 @@ class Trainer:
     def _report(self, ready: list[tuple[int, dict[str, Any]]]) -> None:
         for step, values in ready:
             self._check_targets(step, values["num_targets"])
+            self._check_skipped(step, values.get("skipped"))
             finite = values.pop("finite")
             self.writers.write(step, values)
             self._last = values
@@ -456,6 +459,16 @@ class Trainer:
             self.log(f"step {step}: the batch has no target to learn: {why}")
         if self._empty == MOST_EMPTY:
             raise ValueError(f"the last {MOST_EMPTY} batches, up to step {step}, have no target to learn: {why}")
+
+    def _check_skipped(self, step: int, skipped: Any) -> None:
+        """Raises DivergedError after too many skipped steps: the means that they are compared with never move."""
+        self._skipped = self._skipped + 1 if skipped == 1 else 0
+        if self._skipped == MOST_SKIPPED:
+            raise DivergedError(
+                f"the last {MOST_SKIPPED} steps, up to step {step}, were skipped: their loss or gradient is not finite, or "
+                "stays far above the means of the steps done, so nothing is learned any more. Look at the data, or resume "
+                "with larger factors of skip_spikes"
+            )
 
     def _catch_up(self) -> None:
         """Runs the evaluation, exports and slower tiers' saves that were due at the restored step but not done."""

@@ -41,10 +41,6 @@ class DiLoCoState:
     outer: list[Any]
 
 
-def _nesterov() -> optax.GradientTransformation:
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiLoCo:
     """Settings of DiLoCo, which `Trainer(diloco=)` takes. By hand:
@@ -79,7 +75,9 @@ class DiLoCo:
 
     replicas: int
     every: int
-    outer: optax.GradientTransformation = dataclasses.field(default_factory=_nesterov)
+    outer: optax.GradientTransformation = dataclasses.field(
+        default_factory=lambda: optax.sgd(0.7, momentum=0.9, nesterov=True)
+    )
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
@@ -98,8 +96,14 @@ class DiLoCo:
             raise ValueError(f"moments are averaged at once, so average_moments needs delay=0, got {self.delay}")
 
     def init(self, state: TrainState) -> TrainState:
-        """Returns the state with `DiLoCoState`, all replicas at its parameters; under a layout, as shards."""
+        """Returns the state with `DiLoCoState`, all replicas at its parameters; under a layout, as shards.
+
+        Raises:
+            ValueError: when moments in eight bits would be averaged.
+        """
         fragments = [self._fragment(state, n) for n in range(self.fragments)]
+        if self.average_moments and "float8" in str([x.dtype for x in jax.tree.leaves(state.opt_state)]):
+            raise ValueError("eight-bit moments have scales of their own in each replica: average moments of float32")
 
         def build(state: TrainState) -> TrainState:
             params, inner = (

@@ -90,11 +90,14 @@ class Loss:
             that report values computed from all rows together, such as expert loads. A loss that compares rows gives a
             different result with microbatches in any case: put related sequences into one row.
         reads_targets: False if the loss does not need `targets`.
+        others: Fields that are functions from the model to another one, such as a reference; dropout and noise are
+            only in the model itself.
     """
 
     reads_targets: ClassVar[bool] = True
     reads: ClassVar[Collection[str] | None] = None
     sums_over_rows: ClassVar[bool] = True
+    others: ClassVar[Collection[str]] = ()
 
     def from_hidden(self, model: Any, hidden: Float[Array, "B T D"], batch: Batch) -> tuple[Float[Array, ""], Stats]:
         """Returns the loss summed over the targets, and `Stats`.
@@ -336,9 +339,11 @@ def score(
         model: The model.
         hidden: Its last hidden states.
         targets: Token ids, -1 where nothing is scored.
-        temperature: Divisor of the logits.
+        temperature: Divisor of the logits, above 0.
         entropy: True computes entropies too.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, the one that tokens are drawn at, got {temperature}")
     return nn.token_log_probs(
         hidden, model.head_weight(), targets, softcap=model.softcap, temperature=temperature, entropy=entropy
     )

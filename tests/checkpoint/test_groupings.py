@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, nn
 from maxlib.checkpoint import Checkpointer
+from maxlib.checkpoint import _records as records
 from tests.checkpoint.test_checkpointer import assert_same
 from tests.training.stacked import KINDS, abstract_model, state_of
 
@@ -141,6 +143,16 @@ def test_another_depth_is_another_model(tmp_path):
         checkpoint.load(tmp_path, {"params": nn.partition(deep)[0]}, groupings=nn.tree.groupings(deep))
 
 
+def test_groups_of_the_development_version_are_refused(tmp_path):
+    model = abstract_model("aaaaa")
+    saved(tmp_path, model)
+    path = epath.Path(tmp_path) / "1" / "meta" / "meta.json"
+    layouts = {"layers": {"num_layers": 5, "lead": 0, "prefix": 1, "period": 1}}  # as 0.1.0.dev0 wrote them
+    path.write_text(records.to_text(records.read(path) | {"layouts": layouts}))
+    with pytest.raises(ValueError, match=r"saved by 0\.1\.0\.dev0"):
+        checkpoint.load(tmp_path, state_of(model), groupings=nn.tree.groupings(model))
+
+
 def test_a_damaged_leaf_is_found_on_the_way(tmp_path, monkeypatch):
     saved(tmp_path, abstract_model())
     model = abstract_model("abcbcbc")
@@ -164,55 +176,3 @@ def test_names_of_layers():
     assert names("my_layers.groups.1.0.w") == [("my_layers.groups.1.0.w", None)]
     assert names("embed.w") == [("embed.w", None)]
     assert checkpoint.layer_paths("0.mu.groups.0.0.w", {"": [[1, 2]]}) == [("0.mu.0.w", 0), ("0.mu.1.w", 1)]
-
-
-# The groups as 0.1.0.dev0 stored them, and the name of each layer of `KINDS["aabcdcd"]` and its row there.
-FIRST_VERSION = {"num_layers": 7, "lead": 2, "prefix": 1, "period": 2}
-FIRST_NAMES = [
-    ("lead.0", 0),
-    ("lead.0", 1),
-    ("prefix.0", None),
-    ("body.0", 0),
-    ("body.1", 0),
-    ("body.0", 1),
-    ("body.1", 1),
-]
-
-
-def test_layers_of_the_first_version_are_read(tmp_path):
-    model = abstract_model("aaaaaaa")
-    want = {"params": state_of(model)["params"]}
-    old = {"head": want["params"]["head"]}
-    for i, (name, _) in enumerate(FIRST_NAMES):
-        for leaf in ("w", "scale"):
-            rows = [n for n, (other, _) in enumerate(FIRST_NAMES) if other == name]
-            value = want["params"][f"layers.groups.0.0.{leaf}"]
-            old[f"layers.{name}.{leaf}"] = value[i] if FIRST_NAMES[i][1] is None else value[jnp.array(rows)]
-    with Checkpointer(tmp_path) as ck:
-        ck.groupings = {"layers": FIRST_VERSION}
-        ck.save(1, {"params": old})
-    got = checkpoint.load(tmp_path, jax.tree.map(jnp.zeros_like, want), groupings=nn.tree.groupings(model))
-    assert_same(got["params"], want["params"])
-    names = lambda name, **grouping: checkpoint.layer_paths(f"layers.{name}.w", {"layers": grouping})
-    periods = {"num_layers": 8, "lead": 4, "lead_period": 2, "prefix": 0, "period": 3}
-    assert names("lead.1", **periods) == [("layers.1.w", 0), ("layers.3.w", 1)]
-    assert names("body.2", **periods) == [("layers.6.w", 0)] and names("suffix.0", **periods) == [("layers.7.w", None)]
-
-
-def test_a_router_of_the_first_version_is_read(tmp_path):
-    """Its bias was called `correction`; a leaf of that name which the model still has stays what it is."""
-    layout = {"layers": [[1, 3]]}
-    bias, own = jnp.arange(12.0).reshape(3, 4), jnp.ones(2)
-    old = {"layers.groups.0.0.moe.router.correction": bias, "other.router.correction": own}
-    with Checkpointer(tmp_path, groupings=layout) as ck:
-        ck.save(1, {"rest": old})
-    like = {f"layers.groups.0.{i}.moe.router.expert_bias": jnp.zeros(4) for i in range(3)}
-    like["other.router.correction"] = jnp.zeros(2)
-    flat = {"layers": [[3, 1]]}
-    got = checkpoint.load(tmp_path, {"rest": like}, groupings=flat)["rest"]
-    assert_same(
-        got,
-        {f"layers.groups.0.{i}.moe.router.expert_bias": bias[i] for i in range(3)} | {"other.router.correction": own},
-    )
-    with pytest.raises(ValueError, match=r"it lacks:\n  layers\.groups\.0\.0\.moe\.router\.bias"):
-        checkpoint.load(tmp_path, {"rest": {"layers.groups.0.0.moe.router.bias": jnp.zeros((3, 4))}}, groupings=layout)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ from maxlib.checkpoint import (
 )
 from maxlib.checkpoint import _lock as owner
 from maxlib.checkpoint import _policy as policy
+from maxlib.checkpoint import _restore as restore
 from maxlib.checkpoint import _storage as storage
 
 NOISE = np.random.default_rng(0).normal(size=3000).astype(np.float32)  # what repeats would be compressed
@@ -77,6 +79,17 @@ def test_the_best_stay_across_restarts_and_the_metric_is_with_the_step(tmp_path)
         assert ck.steps() == [2, 4, 6]
         save(ck, 7, metrics={"eval/loss": 0.5})
         assert ck.steps() == [4, 7]
+
+
+def test_the_best_stays_while_its_metrics_cannot_be_read(tmp_path, monkeypatch):
+    def fails(path, *_, **options):
+        raise OSError(5, "Input/output error")
+
+    path = storage.absolute(tmp_path)
+    assert restore.metrics(path) == {}  # there are none
+    monkeypatch.setattr(type(path), "read_text", fails)
+    with pytest.raises(OSError, match="Input/output error"):  # with which nothing is deleted
+        restore.metrics(path)
 
 
 def test_best_by_a_metric_that_is_not_there_is_said_once(tmp_path, caplog):
@@ -404,3 +417,24 @@ def test_a_tier_that_fails_keeps_no_other_from_being_written(tmp_path, monkeypat
         with pytest.raises(SaveError, match="the near disk is full"):
             ck.save(1, ITEMS)
     assert [tier.steps() for tier in ck.tiers] == [[], [1]]
+
+
+def test_all_hosts_restore_the_steps_that_the_first_one_sees(monkeypatch):
+    """A network disk may show them at different times."""
+    monkeypatch.setattr("maxlib.distributed.allgather_json", lambda value: [[[2, 0]], value])
+    near = SimpleNamespace(directory="near", steps=lambda: [2, 4], adopt=print, wait=print)
+    near.restore = lambda step, like: {"meta": {"step": step}}
+    tiers = object.__new__(checkpoint.Tiers)
+    tiers.tiers = (near,)
+    assert tiers.restore()["meta"]["step"] == 2
+
+
+def test_a_full_disk_is_seen_before_orbax_waits_for_other_hosts(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("maxlib.distributed._processes.allgather_json", lambda value: [value, None])
+    monkeypatch.setattr(type(storage.absolute(tmp_path)), "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        storage.Steps._check_possible(SimpleNamespace(directory=storage.absolute(tmp_path)), 1)

@@ -210,6 +210,8 @@ def test_policies_per_source_are_counted():
     assert metrics["data/split_tokens"] == sum(long["wiki"]) - LENGTH * len(long["wiki"])
     with pytest.raises(ValueError, match=r"of the source 'wiki' has \d+ tokens, a row 16"):
         list(loader(mixed, overlong={"wiki": "error"}))
+    with pytest.raises(ValueError, match="a source of overlong must be .*'wiki'.* got 'wikki'"):
+        next(loader(mixed, overlong={"wikki": "error"}))
 
 
 def test_empty_and_vanished_sources_are_named(tmp_path):

@@ -161,3 +161,12 @@ def test_a_writer_that_raises_is_reported_once_and_the_others_go_on(tmp_path):
     writers.close()
     assert [row["step"] for row in observability.read_jsonl(good.path)] == [1, 2]
     assert said == ["METRICS LOST: Unreachable failed with ConnectionError('no route'); training continues"]
+
+
+def test_of_all_processes_counts_are_sums_and_other_numbers_means(monkeypatch):
+    here = SimpleNamespace(metrics=lambda: {"reward": np.float32(0.5), "tokens": 3, "load": np.array([1.0, 2.0])})
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    there = {"reward": 1.0, "tokens": 4, "load": [3.0, 2.0], "late": 1}
+    monkeypatch.setattr("maxlib.distributed.allgather_json", lambda mine: [json.loads(json.dumps(mine)), there])
+    both = observability.collect_metrics(here, all_processes=True)
+    assert both == {"reward": 0.75, "tokens": 7, "load": [2.0, 2.0], "late": 1}

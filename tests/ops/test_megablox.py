@@ -62,6 +62,30 @@ def test_the_transpose_of_narrow_operands(kinds, interpreted):
     np.testing.assert_array_equal(got, loop(rows, np.zeros((3, 7, 5)), counts, d_out)[2])
 
 
+def test_rows_beyond_the_experts_do_not_matter(interpreted, monkeypatch):
+    """Gate and up joined, with rows and gradients that are undefined: the others are those of the loop."""
+    monkeypatch.setattr(api, "current_device", lambda: ("tpu", "TPU v5p"))
+    rows, gate, d_out = arrays(512, 24, 16, 3)
+    up, counts, used = gate[::-1], jnp.array([90, 0, 200]), 290
+    assert len(rows) >= 4 * 3 * 16  # then they are joined
+
+    def run(implementation, rows, gate, up, d_out):
+        call = functools.partial(ops.grouped_glu, rows_per_expert=counts, implementation=implementation)
+        return call(rows, gate, up), jax.vjp(functools.partial(call, zero_rest=False), rows, gate, up)[1](d_out)
+
+    unknown = [x.at[used:].set(jnp.nan) for x in (rows, d_out)]
+    out, (d_rows, *d_weights) = jax.jit(functools.partial(run, None))(unknown[0], gate, up, unknown[1])
+    want_out, (want_rows, *want_weights) = jax.jit(functools.partial(run, "tiled"))(
+        rows, gate, up, d_out.at[used:].set(0)
+    )
+    close((out[:used], d_rows[:used], *d_weights), (want_out[:used], want_rows[:used], *want_weights))
+    assert not out[used:].any()
+    pull = jax.vjp(lambda rows, w: ops.grouped_matmul(rows, w, counts, zero_rest=False), unknown[0], gate)[1]
+    want_rows, want_weights = loop(rows, gate, counts, d_out)[1:]
+    d_rows, d_weights = pull(unknown[1])
+    close((d_rows[:used], d_weights), (want_rows[:used], want_weights))
+
+
 @pytest.mark.full
 def test_stages_of_a_pipeline(interpreted):
     """Under `jax.vmap` each runs by itself, with its own gradient."""

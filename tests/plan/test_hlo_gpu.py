@@ -100,6 +100,30 @@ def test_what_fits_the_cache_is_not_moved():
     assert both[0] - both[1] == pytest.approx(spared, rel=0.05)
 
 
+LOOKUP = """
+HloModule jit_step
+
+%rows (table: f32[4096,128], at: s32[16]) -> f32[16,128] {
+  %table = f32[4096,128]{1,0} parameter(0)
+  %at = s32[16]{0} parameter(1)
+  ROOT %row = f32[16,128]{1,0} gather(%table, %at), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,128}
+}
+
+ENTRY %main (p: f32[4096,128], i: s32[16]) -> (f32[16,128], f32[16,128]) {
+  %p = f32[4096,128]{1,0} parameter(0)
+  %i = s32[16]{0} parameter(1)
+  %fused = f32[16,128]{1,0} fusion(%p, %i), kind=kLoop, calls=%rows
+  %alone = f32[16,128]{1,0} gather(%p, %i), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,128}
+  ROOT %both = (f32[16,128]{1,0}, f32[16,128]{1,0}) tuple(%fused, %alone)
+}
+"""
+
+
+def test_a_gather_reads_its_rows_not_the_table():
+    rows = 4 * 16 * 128
+    assert read_costs(LOOKUP, MESH).bytes == pytest.approx(2 * (rows + rows), rel=0.01)
+
+
 def kernel(name: str) -> str:
     return f'custom_call_target="mosaic_gpu_v2", metadata={{op_name="jit(step)/shard_map/{name}/mpmd_map"}}'
 

@@ -79,3 +79,10 @@ def test_an_engine_that_fails_ends_the_run():
         next(rollouts)
     with pytest.raises(ValueError, match="there must be an engine"):
         pt.AsyncRollouts(sample, [], lambda: 0)
+
+
+def test_it_goes_on_after_close():
+    rollouts = pt.AsyncRollouts(sample, [Engine()], lambda: 0, max_staleness=3)
+    for number in range(3):
+        assert next(rollouts)["number"] == number
+        rollouts.close()

@@ -155,7 +155,7 @@ def test_losses_of_scores_and_embeddings_are_finite(name):
     if name == "reward":
         batch |= {"interleaved": jnp.zeros((2, 2)), "segment_ids": segments}
     elif name == "embedding":
-        hidden, batch = hidden * 0, {"segment_ids": segments, "roles": jnp.zeros((2, 2))}
+        hidden, batch = hidden * 0, {"segment_ids": segments, "interleaved": jnp.zeros((2, 2))}
     if name not in ("reward", "embedding"):
         hidden = jnp.where(nothing[..., None], jnp.nan, hidden)
 

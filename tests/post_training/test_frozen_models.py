@@ -51,7 +51,8 @@ def test_a_model_beside_itself_is_frozen_as_it_is_now():
 
 def test_a_reference_moves_towards_the_policy():
     policy, reference = tiny_llama(num_layers=1, vocab=VOCAB), tiny_llama(num_layers=1, vocab=VOCAB, seed=1)
-    run = types.SimpleNamespace(state=training.make_state(pt.WithFrozen(policy, reference), optax.sgd(1.0)))
+    state = training.make_state(pt.WithFrozen(policy, reference), optax.sgd(1.0))
+    run = types.SimpleNamespace(state=state, checkpointer=None)
     before = jax.tree.map(np.asarray, run.state.model)
     pt.MovingReference(0.25)(run)
     after = run.state.model
@@ -61,6 +62,9 @@ def test_a_reference_moves_towards_the_policy():
     assert all(
         (x == y).all() for x, y in zip(jax.tree.leaves(before.trained), jax.tree.leaves(after.trained), strict=True)
     )
+    run.checkpointer = types.SimpleNamespace(base="org/name")
+    with pytest.raises(ValueError, match="a moved reference would be lost"):
+        pt.MovingReference(0.25)(run)
     other = types.SimpleNamespace(state=training.make_state(beside(), optax.sgd(1.0)))
     with pytest.raises(ValueError, match="two equal architectures"):
         pt.MovingReference()(other)
@@ -101,12 +105,20 @@ def test_noise_and_dropout_are_of_the_trained_model_alone():
     """A reference in the batch has neither, so one beside the model must not; and the trained one must have both."""
     both, data, noise = beside(), jax.tree.map(jnp.asarray, halves()), {"dropout": {"mlp": 0.5}, "neftune_alpha": 5.0}
     loss = bind_options(pt.DPO(0.5), dtype=jnp.float32, **noise)
-    scored = {half: pt.log_probs(both.frozen, rows, dtype=jnp.float32).log_prob for half, rows in data.items()}
-    stored = {half: rows | {"reference_log_probs": scored[half]} for half, rows in data.items()}
-    value = jax.jit(lambda *args: loss(*args)[0], compiler_options=tiny.QUICKLY)
-    want, other = (value(both.trained, stored, jax.random.key(seed)) for seed in (0, 1))
-    np.testing.assert_allclose(value(both, data, jax.random.key(0)), want, rtol=1e-5)
-    assert abs(want - other) > 1e-3 * abs(want)
+    made = bind_options(pt.DPO(0.5, reference=lambda model: model), dtype=jnp.float32, **noise)
+
+    def stored(model):
+        scored = {half: pt.log_probs(model, rows, dtype=jnp.float32).log_prob for half, rows in data.items()}
+        return {half: rows | {"reference_log_probs": scored[half]} for half, rows in data.items()}
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def values(both, key):
+        of_batch = [loss(both.trained, stored(model), key)[0] for model in (both.frozen, both.trained)]
+        return of_batch, [loss(both, data, key)[0], made(both.trained, data, key)[0]]
+
+    (want, got), (other, _) = (values(both, jax.random.key(seed)) for seed in (0, 1))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert all(abs(a - b) > 1e-3 * abs(a) for a, b in zip(want, other, strict=True))
 
 
 @pytest.mark.full
@@ -139,6 +151,8 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
     (want, stats), (got, _), (itself, _) = preferences(both, stored)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     np.testing.assert_allclose(itself / stats.num_targets, np.log(2), rtol=1e-6)
+    with pytest.raises(ValueError, match="the reference was scored at temperature 1.0, the loss has 0.5"):
+        pt.DPO(temperature=0.5)(both.trained, stored)
 
     loader = pt.add_teacher(Once(), both.frozen, k=VOCAB, temperature=1.5, dtype=jnp.float32)
     first, state = next(loader)["chosen"], loader.get_state()
@@ -150,6 +164,8 @@ def test_a_reference_in_the_batch_is_one_beside_the_model():
         return divergence(both.trained, first)[0], divergence(both, data["chosen"])[0]
 
     np.testing.assert_allclose(*divergences(both, first), rtol=1e-4)
+    with pytest.raises(ValueError, match="the teacher was scored at temperature 1.5, the loss has 1.0"):
+        pt.Distillation()(both.trained, first)
 
 
 def test_a_teacher_may_be_in_int8():

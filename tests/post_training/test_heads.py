@@ -254,7 +254,7 @@ def info_nce(hidden, mask, roles, symmetric):
 def test_contrast_of_embeddings(roles, symmetric):
     model, hidden, mask = vectors(roles)
     loss = post_training.InfoNCE(0.05, symmetric=symmetric, dims=DIMS)
-    batch = {"segment_ids": mask, "roles": jnp.zeros((roles * B, roles))}
+    batch = {"segment_ids": mask, "interleaved": jnp.zeros((roles * B, roles))}
 
     def mean(hidden, batch):
         total, stats = loss.from_hidden(model, hidden, batch)
@@ -278,6 +278,6 @@ def test_rows_of_anchors_and_positives():
     rows = {"tokens": jnp.arange(6).reshape(3, 2)}
     batch = {"anchor": rows, "positive": {"tokens": rows["tokens"] + 10}}
     _, joined = post_training.InfoNCE().prepare(None, batch, dtype=None, remat=None)
-    assert joined["tokens"][:, 0].tolist() == [0, 10, 2, 12, 4, 14] and joined["roles"].shape == (6, 2)
+    assert joined["tokens"][:, 0].tolist() == [0, 10, 2, 12, 4, 14] and joined["interleaved"].shape == (6, 2)
     with pytest.raises(ValueError, match="InfoNCE needs batch"):
         post_training.InfoNCE().prepare(None, {"anchor": rows}, dtype=None, remat=None)

@@ -12,6 +12,7 @@ import pytest
 
 from maxlib import inference, nn, sharding
 from maxlib import post_training as pt
+from maxlib.training import losses
 from maxlib.training._step import make_gradient
 from tests.nn.tiny import tiny_llama
 
@@ -36,7 +37,7 @@ def test_advantages_over_the_mean():
     np.testing.assert_allclose(got[0], (REWARDS[0] - 0.375) / (0.375 + 1e-4), rtol=1e-6)
     assert got[2, 1] == 0 and (pt.group_advantages([[0.0, 0.0], [1.0, 0.0]], scale="mean")[0] == 0).all()
     with pytest.raises(ValueError, match="rewards of at least 0"):
-        pt.group_advantages([[-1.0, 0.0]], scale="mean")
+        pt.group_advantages([[-1.0, 2.0]], scale="mean")
 
 
 def test_the_factor_of_the_entropy_follows_a_target():
@@ -72,6 +73,9 @@ def test_several_rewards():
     summed = np.nansum(np.stack(each), axis=0)
     want = (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(pt.advantages.decoupled_advantages(both), want, rtol=1e-5, atol=1e-6)
+    with warnings.catch_warnings():  # the sums are equal, the advantages are not
+        warnings.simplefilter("error")
+        assert (pt.advantages.decoupled_advantages([[[1, 0], [0, 2], [1, 0]]], [1.0, 0.5])[0] != 0).all()
     with pytest.raises(ValueError, match="a weight for each of the 2 rewards"):
         pt.advantages.combine_rewards(both, [1.0])
 
@@ -111,6 +115,10 @@ def test_a_sampler_that_draws_otherwise_is_refused():
     WARM.check_sampler(inference.Sampler(temperature=0.7))
     with pytest.raises(ValueError, match="temperature 0.7, the sampler draws them at 1.0"):
         WARM.check_sampler(inference.Sampler())
+    with pytest.raises(ValueError, match="greedy sampler"):
+        pt.GRPO(temperature=0.0).check_sampler(inference.Sampler(temperature=0.0))
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        losses.score(None, jnp.zeros((1, 1, 1)), None, temperature=0.0)
     changes = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     changes |= {"presence_penalty": 0.5, "frequency_penalty": 0.5}
     assert changes.keys() | {"temperature"} == {field.name for field in dataclasses.fields(inference.Sampler)}

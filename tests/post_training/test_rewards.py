@@ -1,9 +1,11 @@
 """Rewards in processes: a failure costs at most its timeout and is counted, without affecting other rewards."""
 
+import collections
 import math
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,6 +23,15 @@ def test_what_goes_wrong_is_no_score_and_is_counted():
         scores = pool(ITEMS)
         seconds = time.monotonic() - begin
         again = pool(["fine", "good"])
+        broken_off = pool._results([collections.deque([((9, 9), 1, "long")] * 4)] * 2)
+        next(broken_off)
+        broken_off.close()  # as Ctrl-C does; the other answers are of no later call
+        pool._workers[0].process.kill()  # while it waits
+        pool._workers[0].process.join()
+        texts = [["x" * n for n in range(start, start + 40)] for start in (0, 100)]
+        with ThreadPoolExecutor(2) as threads:  # as engines of AsyncRollouts
+            at_once = list(threads.map(lambda items: pool(items)[:, 1].tolist(), texts))
+    assert at_once == [[*map(len, items)] for items in texts]
     good = math.nan
     assert np.array_equal(scores[:, 0], [1, *[good] * 7, 1, 1], equal_nan=True)
     assert scores[:, 1].tolist() == [len(text) for text in ITEMS]  # rewards beside it are not touched

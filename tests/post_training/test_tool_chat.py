@@ -65,12 +65,14 @@ def test_turns_extend_the_exact_tokens(tokenizer):
 
 def test_errors_are_results_of_tools(tokenizer):
     environment = chat(tokenizer)
+    environment.tools["greet"] = lambda: {1}
     environment.reset()
     calls = {
         '{"name": "divide", "arguments": {"a": 1, "b": 0}}': "error: ZeroDivisionError: division by zero",
         '{"name": "divide", "arguments": {"c": 1}}': "error: TypeError: divide() got an unexpected keyword argument 'c'",
         '{"name": "power", "arguments": {}}': "error: there is no tool power; there are divide, greet",
         '{"name": "divide"': "error: a tool call must be JSON",
+        '{"name": "greet", "arguments": {}}': "error: TypeError: Object of type set is not JSON serializable",
     }
     for text, message in calls.items():
         environment.step(tokenizer.encode(call(text), add_special_tokens=False).ids)

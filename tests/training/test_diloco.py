@@ -228,3 +228,6 @@ def test_what_cannot_be(model):
         training.DiLoCo(replicas=2, every=2, delay=2)
     with pytest.raises(ValueError, match="8 rows does not divide over 3 replicas"):
         run(training.DiLoCo(replicas=3, every=2), model, batches(1))
+    with pytest.raises(ValueError, match="average moments of float32"):
+        averaged = training.DiLoCo(replicas=2, every=2, average_moments=True)
+        averaged.init(training.make_state(training.copy_model(model), training.adamw(1e-2, moments=jnp.float8_e4m3fn)))

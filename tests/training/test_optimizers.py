@@ -159,6 +159,8 @@ def test_muon_with_an_adam_rate_of_zero_moves_matrices_alone():
         updates = jax.jit(lambda params, by=optimizer: by.update(ones, by.init(params), params)[0])(params)
         moved[rate] = {path for path, x in updates.items() if np.any(x)}
     assert moved[0.0] == matrices.keys() and moved[None] == params.keys()
+    scored = jax.eval_shape(lambda: nn.with_head(tiny.llama(dim=16), nn.ScoreHead(16, 1, rngs=nnx.Rngs(0))))
+    assert not [path for path in optimizers.muon_dimensions(scored) if path.startswith("head")]
 
 
 def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():

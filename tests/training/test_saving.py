@@ -110,6 +110,14 @@ def test_an_export_that_is_being_written_counts_as_there(tmp_path):
     assert [export.has(step) for step in (2, 3, 4)] == [True, True, False]
 
 
+def test_a_run_that_went_back_keeps_its_own_exports(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "save_pretrained", lambda model, path, **options: path.mkdir())
+    export = training.HuggingFaceExport(tmp_path, every=1, keep=2)
+    for step in (2, 3, 7, 4):
+        export._write(step, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+
+
 def test_an_export_of_averages(tmp_path):
     optimizer = training.ema(optax.sgd(0.1), decay=0.5)
     state = training.make_state(tiny.llama(rope=ops.Rope(12, max_length=64)), optimizer)

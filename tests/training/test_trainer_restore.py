@@ -4,11 +4,13 @@ import contextlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from maxlib import checkpoint, nn, observability, ops, sharding, training, weights
+from maxlib.training import _restore as restoring
 from tests.training import tiny
 from tests.training.trainers import ADAMW, by_hand, same, trainer
 
@@ -35,6 +37,24 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert np.float32(rows[-1]["loss"]) == np.float32(metrics["loss"])
     assert np.float32(make(tiny.Loader()).fit(6)["loss"]) == np.float32(metrics["loss"])  # nothing is left to do
+
+
+def test_a_key_of_another_kind_is_resumed():
+    state = training.TrainState({}, {}, (), jnp.int32(2), jax.random.key(3, impl="rbg"))
+    saved: dict = {"data": None, "rest": {}}
+
+    class Taken(checkpoint.Checkpointer):
+        groupings = {"layers": [[1, 1]]}  # noqa: RUF012
+
+        def __init__(self):
+            pass
+
+        def save(self, step, items, *, meta, **options):
+            saved.update(items, meta=meta | {"step": step})
+
+    restoring.save(Taken(), state, 2, None, {})
+    new, _ = restoring._resumed(state, saved, "here")
+    assert new.key.dtype == state.key.dtype and (jax.random.bits(new.key) == jax.random.bits(state.key)).all()
 
 
 def test_a_resumed_run_does_not_build_the_model(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from maxlib import checkpoint, distributed, nn, observability, training
 from maxlib.distributed import _timeouts as deadlines
+from maxlib.training import _trainer as trainers
 from tests.training import tiny
 from tests.training.trainers import trainer
 
@@ -126,6 +127,13 @@ def test_sigterm_cuts_an_evaluation_short_and_again_is_as_once(tmp_path):
     trainer(**options, evaluation=training.Evaluation(tiny.Loader(1), every=3)).fit(4)  # makes up for it
     rows = observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/loss" in row] == [3, 4]
+
+
+def test_a_run_that_skips_every_step_ends(monkeypatch):
+    monkeypatch.setattr(trainers, "MOST_SKIPPED", 3)
+    optimizer = training.skip_spikes(training.adamw(1e-2), warmup_steps=0, norm_factor=0.0)
+    with pytest.raises(training.DivergedError, match=r"the last 3 steps, up to step 3, were skipped"):
+        trainer(optimizer=optimizer).fit(8)
 
 
 def test_data_that_ends_is_said(capsys):

@@ -43,6 +43,14 @@ class Plan:
         y = matmul.grouped(rows, w, self.counts, weight_order)
         return y if b is None else add_expert_bias(y, b, self.counts)
 
+    def last(self, rows: Float[Array, "R I"], linear: Linear, weight_order: ops.ExpertWeightOrder):
+        """Returns what `linear` does; what empty rows of the result hold must not matter."""
+        matmul, w, b = linear
+        if not isinstance(matmul, PlainMatmul) or b is not None:
+            return self.linear(rows, linear, weight_order)
+        how = {"weight_order": weight_order, "implementation": matmul.implementation}
+        return ops.grouped_matmul(rows, w, self.counts, zero_rest=False, **how)
+
     def gated(
         self,
         rows: Float[Array, "R I"],
@@ -57,7 +65,7 @@ class Plan:
             # Remat policies call the products `NAMES`.
             products = (self.linear(rows, linear, weight_order) for linear in (gate, up))
             return activation(*map(checkpoint_name, products, NAMES))
-        how = {"weight_order": weight_order, "implementation": matmul.implementation}
+        how = {"weight_order": weight_order, "implementation": matmul.implementation, "zero_rest": False}
         return ops.grouped_glu(rows, w, w_up, self.counts, activation=activation, gate_bias=b, up_bias=b_up, **how)
 
 

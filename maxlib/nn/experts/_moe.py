@@ -318,4 +318,4 @@ def _apply(rows, weights, plan: dispatch.Plan, *, linears, activation, weight_or
         h = plan.gated(rows, gate[0], up, activation, into)
     else:
         h = activation(checkpoint_name(plan.linear(rows, up, into), NAMES[1]))
-    return plan.linear((h * weights).astype(h.dtype), down, out)
+    return plan.last((h * weights).astype(h.dtype), down, out)

@@ -21,9 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Int
 
 from maxlib._xla_workarounds import together
+from maxlib.hardware import current_device
 from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.tiles import tiles_of
 from maxlib.kernels.tile_sizes import TileSizes
+from maxlib.kernels.vector_memory import DEFAULT_VMEM, vmem_of
 from maxlib.ops._attention.inputs import AttentionInputs, Results
 from maxlib.ops._attention.masks import StaticMask
 
@@ -76,18 +78,29 @@ class SplashTiles(TileSizes):
         return SplashTiles(self.forward.fit(T, S), self.dq and self.dq.fit(T, S), self.dkv.fit(T, S))
 
 
-def splash_tiles(T: int, S: int, key_dim: int, value_dim: int, window: int | None = None) -> SplashTiles:
+def splash_tiles(
+    T: int, S: int, key_dim: int, value_dim: int, window: int | None = None, *, vmem: int = DEFAULT_VMEM
+) -> SplashTiles:
     """Chooses blocks that fit in 16 MiB of vector memory, as every TPU since v4 has; the choice has not been timed.
 
     For up to eight blocks of keys and heads of at most 128 (up to 8192 tokens) the backward pass is one kernel with
     five matmuls. Its partial dq then take at most eight times the memory of the queries, about as much as a layer's
     MLP. Beyond that, two kernels compute the logits twice, in seven matmuls, and store only the gradients.
+
+    Args:
+        T: Queries.
+        S: Keys.
+        key_dim: Width of a key head.
+        value_dim: Width of a value head.
+        window: Number of keys of a sliding window, or None.
+        vmem: Bytes of vector memory that the chip gives a kernel that asks (`vmem_of`).
     """
     # A block of keys is read once per block of queries. With 512 queries, 4 bytes of keys and values give 4 FLOPs per
     # query: 512 FLOPs per byte, about a TPU's ratio of compute to bandwidth. Wide heads use half of 1024.
     wide = max(key_dim, value_dim) > LANES
-    # A causal mask visits (n + 1) / 2n of n x n blocks: 9/16 for n = 8, 10/16 for n = 4.
-    size = 512 if S <= 8 * 512 else 1024
+    # A causal mask visits (n + 1) / 2n of n x n blocks: 9/16 for n = 8, 10/16 for n = 4. The chip with more vector
+    # memory, v6e, has twice as many FLOPs per byte as the others: there, half the bytes outweigh the larger blocks.
+    size = 1024 if S > 8 * 512 or (vmem > DEFAULT_VMEM and window is None and not wide) else 512
     if window is not None and window <= NARROW and key_dim + value_dim >= 4 * NARROW:
         # A query of a block of n visits 2n keys. Heads of 512 compute a block of 256 for as long as a step of the grid
         # takes (0.3 us); narrower heads would wait for the steps of so small blocks.
@@ -123,7 +136,8 @@ def splash(x: AttentionInputs, tiles: SplashTiles | None = None, *, interpret: b
     q, mask_hint = x.q, x.mask_hint
     # [B, T, N, Hk], [B, S, K, Hv]
     (_, T, _, Hk), (_, S, _, Hv) = q.shape, x.v.shape
-    tiles = (tiles or splash_tiles(T, S, Hk, Hv, mask_hint.static.window)).fit(T, S)
+    vmem = vmem_of(current_device()[1])
+    tiles = (tiles or splash_tiles(T, S, Hk, Hv, mask_hint.static.window, vmem=vmem)).fit(T, S)
     spec = Spec(x.softcap, mask_hint.static, tiles, interpret)
     ids = mask_hint.segment_ids if mask_hint.static.segmented else None
     # The kernels have no scale: multiply the queries by it, which rounds them once more.

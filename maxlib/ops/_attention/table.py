@@ -22,6 +22,7 @@ from collections.abc import Callable
 from maxlib.hardware import is_ampere_or_later, is_blackwell, is_hopper
 from maxlib.kernels.attention.mosaic_gpu import config as gpu
 from maxlib.kernels.tile_sizes import chosen_tiles
+from maxlib.kernels.vector_memory import vmem_of
 from maxlib.ops._attention.chunked import chunked, chunked_tiles
 from maxlib.ops._attention.cudnn import cudnn, head_width, refuses_sinks
 from maxlib.ops._attention.masks import StaticMask
@@ -112,7 +113,8 @@ def splash_refuses(call: AttentionCall) -> str | None:
 
 def _splash_tiles(call: AttentionCall) -> SplashTiles:
     window = None if call.mask is None else call.mask.window
-    return splash_tiles(call.queries, call.keys, call.key_dim, call.value_dim, window)
+    vmem = vmem_of(call.device_kind)
+    return splash_tiles(call.queries, call.keys, call.key_dim, call.value_dim, window, vmem=vmem)
 
 
 def _names_no_mask(call: AttentionCall) -> str | None:

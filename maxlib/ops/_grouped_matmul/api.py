@@ -27,6 +27,7 @@ def grouped_matmul(
     *,
     weight_order: ExpertWeightOrder = "EOI",
     out_dtype: Any = None,
+    zero_rest: bool = True,
     implementation: str | None = None,
 ) -> Num[Array, "M O"]:
     """Multiplies the rows of each expert by its matrix: `rows[start:end] @ weights[e].T`.
@@ -43,6 +44,8 @@ def grouped_matmul(
         weight_order: Order of the dimensions of `weights`; "EIO" multiplies by `weights[e]` without a transpose.
         out_dtype: Dtype of the result. If given, operands are multiplied in their own narrow dtypes (integers are
             accumulated in int32), and there is no gradient. None: the dtype of `rows`.
+        zero_rest: False leaves rows beyond the sum, and their gradients, undefined (they may be NaN) where that spares
+            a pass over the results.
         implementation: None for the best one that supports the call; `explain_grouped_matmul` shows which one and why.
             "mosaic_gpu" (the default on NVIDIA's Hopper) uses maxlib's kernels, "megablox" (on TPU) JAX's, and
             "tokamax" (on other NVIDIA GPUs since Ampere, if it is installed) kernels in Triton. "ragged_dot" is XLA's
@@ -62,7 +65,9 @@ def grouped_matmul(
     if choice.kernel != "tiled" and not isinstance(weights, jax.Array):
         weights = weights[...]
     counts = rows_per_expert.astype(jnp.int32)
-    return _grouped_matmul(rows, weights, counts, weight_order=weight_order, out_dtype=out_dtype, choice=choice)
+    return _grouped_matmul(
+        rows, weights, counts, weight_order=weight_order, out_dtype=out_dtype, zero_rest=zero_rest, choice=choice
+    )
 
 
 def grouped_outer(
@@ -159,10 +164,12 @@ def _flops(rows, weights, *rest) -> float:
     return 2.0 * rows.shape[0] * weights.shape[1] * weights.shape[2]
 
 
-@register_flops(_flops, static=("weight_order", "out_dtype", "choice"), name="grouped_matmul")
-def _grouped_matmul(rows, weights, rows_per_expert, *, weight_order, out_dtype, choice: Choice):
-    run = GROUPED_MATMUL[choice.kernel].run
-    return run(rows, weights, rows_per_expert, weight_order, out_dtype, **choice.options)
+@register_flops(_flops, static=("weight_order", "out_dtype", "zero_rest", "choice"), name="grouped_matmul")
+def _grouped_matmul(rows, weights, rows_per_expert, *, weight_order, out_dtype, zero_rest, choice: Choice):
+    run, options = GROUPED_MATMUL[choice.kernel].run, choice.options
+    if choice.kernel == "megablox":  # the others write all rows
+        options |= {"zero_rest": zero_rest}
+    return run(rows, weights, rows_per_expert, weight_order, out_dtype, **options)
 
 
 def _outer_flops(d_out, rows, *rest) -> float:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
-from maxlib.kernels.grouped_matmul.rows import NAMES, owners
+from maxlib.kernels.grouped_matmul.rows import NAMES, only_used, owners
 from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice
@@ -58,6 +58,7 @@ def grouped_glu(
     gate_bias: Float[Array, "E O"] | None = None,
     up_bias: Float[Array, "E O"] | None = None,
     weight_order: ExpertWeightOrder = "EOI",
+    zero_rest: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "M O"]:
     """Combines two grouped matmuls of the same rows: `activation(x @ gate[e].T + gate_bias[e], x @ up[e].T +
@@ -75,6 +76,7 @@ def grouped_glu(
         gate_bias: Bias of the gate projection; pass both biases or neither.
         up_bias: Bias of the up projection.
         weight_order: Dimensions of `gate` and `up`, as in `grouped_matmul`.
+        zero_rest: False leaves the gradients of rows beyond the experts' undefined, as in `grouped_matmul`.
         implementation: As in `grouped_matmul`, with the same default. Most compute two matmuls, rounded to the dtype of
             `rows`, and then `activation`. "mosaic_gpu" is one kernel for NVIDIA's Hopper that reads rows once and
             applies the activation in float32; if a gradient is needed, it writes gate and up, and XLA applies the
@@ -92,10 +94,19 @@ def grouped_glu(
     choice = GROUPED_MATMUL.choose(describe(rows, gate, weight_order, None), implementation)
     biases = () if gate_bias is None else (gate_bias, up_bias)
     if choice.kernel != "mosaic_gpu" or (implementation is None and not _is_fused(activation)):
-        products = [
-            grouped_matmul(rows, w, rows_per_expert, weight_order=weight_order, implementation=implementation)
-            for w in (gate, up)
-        ]
+        if choice.kernel == "megablox" and not zero_rest and _is_joined(rows, gate, weight_order):
+            gate, up = (w if isinstance(w, jax.Array) else w[...] for w in (gate, up))
+            # [E, O, I] -> [E, 2 * O, I]
+            both = jnp.concatenate([gate, up], axis=weight_order.index("O"))
+            how = {"weight_order": weight_order, "implementation": implementation}
+            y = grouped_matmul(rows, both, rows_per_expert, zero_rest=False, **how)
+            # The mask is computed where the halves are read.
+            products = [only_used(half, rows_per_expert) for half in jnp.split(y, 2, axis=1)]
+        else:
+            products = [
+                grouped_matmul(rows, w, rows_per_expert, weight_order=weight_order, implementation=implementation)
+                for w in (gate, up)
+            ]
         if biases:
             products = [
                 add_expert_bias(y, cast(Array, b), rows_per_expert) for y, b in zip(products, biases, strict=True)
@@ -106,6 +117,14 @@ def grouped_glu(
     return _grouped_glu(
         rows, gate, up, counts, *biases, weight_order=weight_order, activation=activation, choice=choice
     )
+
+
+def _is_joined(rows: Any, gate: Any, weight_order: str) -> bool:
+    """Returns True if copying both matrices into one moves fewer bytes than passing the rows twice."""
+    # Both passes of one matmul pass the rows about seven times less. They copy the matrices twice and split their
+    # gradient once, of which each reads and writes 2 * O * I numbers an expert.
+    E, O = gate.shape[0], gate.shape[weight_order.index("O")]
+    return len(rows) >= 4 * E * O
 
 
 def _is_fused(activation: Callable[[Array, Array], Array]) -> bool:

@@ -31,10 +31,11 @@ def megablox(
     weight_order: str = "EOI",
     out_dtype: None = None,
     tiles: MegabloxTiles | None = None,
+    zero_rest: bool = True,
 ) -> Num[Array, "M O"]:
     """Computes `grouped_matmul` with JAX's kernel. Tiles are shrunk to the call; by default `Matmuls.tiles`."""
     of = matmuls(rows, weights, weight_order, current_device()[1])
-    return _multiply(rows, weights, rows_per_expert, weight_order, (tiles or of.tiles()).fit(of))
+    return _multiply(rows, weights, rows_per_expert, weight_order, (tiles or of.tiles()).fit(of), zero_rest)
 
 
 def refuses(call: GroupedCall) -> str | None:
@@ -74,20 +75,22 @@ def megablox_outer(
     return _outer(d_out, rows, rows_per_expert, exact, fitting)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _multiply(rows, weights, rows_per_expert, weight_order: str, tiles: MegabloxTiles):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _multiply(rows, weights, rows_per_expert, weight_order: str, tiles: MegabloxTiles, zero_rest: bool):
     """Multiplies each row by its expert's matrix, over the dimension of `weights` that `weight_order` calls I."""
-    return _rows(rows, weights.astype(rows.dtype), rows_per_expert, tiles.forward, transpose=weight_order == "EOI")
+    weights, transpose = weights.astype(rows.dtype), weight_order == "EOI"
+    return _rows(rows, weights, rows_per_expert, tiles.forward, transpose=transpose, zero_rest=zero_rest)
 
 
-def _forward(rows, weights, rows_per_expert, weight_order, tiles):
-    return _multiply(rows, weights, rows_per_expert, weight_order, tiles), (rows, weights, rows_per_expert)
+def _forward(rows, weights, rows_per_expert, *options):
+    return _multiply(rows, weights, rows_per_expert, *options), (rows, weights, rows_per_expert)
 
 
-def _backward(weight_order, tiles, residuals, d):
+def _backward(weight_order, tiles, zero_rest, residuals, d):
     rows, weights, rows_per_expert = residuals
     # y = x w^T: dx = dy w, and dw = dy^T x, summed over the rows of each expert.
-    d_rows = _rows(d, weights.astype(d.dtype), rows_per_expert, tiles.d_rows, transpose=weight_order == "EIO")
+    matrices, transpose = weights.astype(d.dtype), weight_order == "EIO"
+    d_rows = _rows(d, matrices, rows_per_expert, tiles.d_rows, transpose=transpose, zero_rest=zero_rest)
     pair = (d, rows) if weight_order == "EOI" else (rows, d)
     return d_rows, _outer(*pair, rows_per_expert, weights.dtype, tiles.d_weights), None
 
@@ -95,7 +98,7 @@ def _backward(weight_order, tiles, residuals, d):
 _multiply.defvjp(_forward, _backward)
 
 
-def _rows(rows, weights, rows_per_expert, tiles: Tiles, *, transpose: bool):
+def _rows(rows, weights, rows_per_expert, tiles: Tiles, *, transpose: bool, zero_rest: bool):
     """Multiplies `M K` by `E K N`, or by `E N K` if `transpose`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -107,7 +110,8 @@ def _rows(rows, weights, rows_per_expert, tiles: Tiles, *, transpose: bool):
             gmm, preferred_element_type=rows.dtype, tiling=_sizes(tiles), transpose_rhs=transpose
         )
         out = asking(kernel, tiles.asked(of))(_padded(rows, tiles), weights, rows_per_expert)[:M]
-        return only_used(out, rows_per_expert)  # the kernel does not write rows beyond the last expert's
+        # The kernel does not write rows beyond the last expert's.
+        return only_used(out, rows_per_expert) if zero_rest else out
 
     return unbatched(multiply)(rows, weights, rows_per_expert)
 
