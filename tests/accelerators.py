@@ -21,8 +21,8 @@ def asked(arguments: Sequence[str]) -> str:
     Raises:
         ValueError: The environment names another one.
     """
-    found = re.search(r"(?:^| )-m[ =]?(gpu|tpu)(?: |$)", " ".join(arguments))
-    platform = os.environ.get(VARIABLE) or (found[1] if found else "cpu")
+    match = re.search(r"(?:^| )-m[ =]?(gpu|tpu)(?: |$)", " ".join(arguments))
+    platform = os.environ.get(VARIABLE) or (match[1] if match else "cpu")
     if platform not in ("cpu", *ACCELERATORS):
         raise ValueError(f"{VARIABLE} must be cpu, gpu or tpu, got {platform!r}")
     return platform
@@ -32,12 +32,12 @@ PLATFORM = asked(sys.argv[1:])
 os.environ[VARIABLE] = PLATFORM  # workers, and processes that tests start, inherit it
 
 
-def absent(platform: str, found: str) -> str | None:
+def absent(platform: str, device: str) -> str | None:
     """Returns an error message if tests on `platform` are asked for and jax runs on another, `found`."""
-    if platform in (found, "cpu"):
+    if platform in (device, "cpu"):
         return None
     return (
-        f"the tests are to run on a {platform}, but jax runs on {found}: install {INSTALL[platform]} and leave "
+        f"the tests are to run on a {platform}, but jax runs on {device}: install {INSTALL[platform]} and leave "
         f"JAX_PLATFORMS out, or leave {VARIABLE} and -m {platform} out"
     )
 
@@ -68,6 +68,6 @@ class Ran:
 
     def lines(self, device: str) -> list[str]:
         """Returns what to print at the end."""
-        found = [f"{file}: {count} {outcome} on {device}" for (file, outcome), count in sorted(self.counts.items())]
+        counted = [f"{file}: {count} {outcome} on {device}" for (file, outcome), count in sorted(self.counts.items())]
         skipped = [f"{count} did not run: {reason}" for reason, count in self.reasons.most_common()]
-        return [*(found or [f"not a single test ran on {device}"]), *skipped]
+        return [*(counted or [f"not a single test ran on {device}"]), *skipped]

@@ -3,6 +3,7 @@ its wall time and its processor time.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -40,9 +41,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
+gc.disable()  # until the tests are collected: what imports make stays
+
 import functools  # noqa: E402
-import gc  # noqa: E402
 import importlib.util  # noqa: E402
+import multiprocessing  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -68,7 +71,7 @@ def _clear_compiled_programs():
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 50_000:
         jax.clear_caches()
         gc.collect()
 
@@ -94,10 +97,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _RAN.add(report)
 
 
+def _exit_at_once() -> None:
+    """End a worker, whose thousands of compiled programs would be taken apart one by one for seconds."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run if accelerator tests were requested and none with that mark ran."""
     worker = hasattr(session.config, "workerinput")
+    gc.freeze()  # pytest would collect all that the tests left
+    if worker:
+        atexit.register(_exit_at_once)
     if not (_ON_A_CPU or worker or _RAN.counts or session.config.option.collectonly or session.exitstatus):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -112,11 +125,14 @@ def pytest_terminal_summary(terminalreporter) -> None:
             terminalreporter.line(line)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
     """Exempt everything imported so far from garbage collection, and collect the rest seldom."""
-    gc.collect()
+    collected = yield
     gc.freeze()
+    gc.enable()
     gc.set_threshold(100_000, 20, 20)
+    return collected
 
 
 def pytest_report_header() -> list[str]:

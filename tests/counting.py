@@ -27,7 +27,7 @@ def trained(model, batches):
     optimizer = training.adamw(3e-2, mask=training.decay_mask(model))
     state = training.make_state(copied(model), optimizer)
     step, losses = training.jit_step(training.make_train_step(loss, optimizer)), []
-    for one in batches:
-        state, metrics = step(state, one)
+    for batch in batches:
+        state, metrics = step(state, batch)
         losses.append(float(metrics["nll"]))
     return state, losses

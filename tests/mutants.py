@@ -104,20 +104,20 @@ def mirror(path: Path) -> list[Path]:
     room = ROOT / "tests" / path.relative_to(ROOT / "maxlib").parts[0]
     tests, words = sorted(room.rglob("test_*.py")), {path.stem.strip("_"), path.parent.name.strip("_")}
     singular = {word.removesuffix("s") for word in words}
-    own = [test for test in tests if test.stem.removeprefix("test_").removesuffix("s") in singular]
-    using = [test for test in tests if test not in own and path in changed.uses(test)]
-    return [*own, *using] or tests
+    named_alike = [test for test in tests if test.stem.removeprefix("test_").removesuffix("s") in singular]
+    using = [test for test in tests if test not in named_alike and path in changed.uses(test)]
+    return [*named_alike, *using] or tests
 
 
 def ran_by(mutant: Mutant, contexts: Contexts) -> list[str]:
     """The tests that run a mutant's line, those of its file first, then the others of its room."""
-    own = [str(test.relative_to(ROOT)) for test in mirror(mutant.path)]
+    mirrored = [str(test.relative_to(ROOT)) for test in mirror(mutant.path)]
     room = f"tests/{mutant.path.relative_to(ROOT / 'maxlib').parts[0]}/"
-    rank = lambda test: (test.partition("::")[0] not in own, not test.startswith(room), test)
+    rank = lambda test: (test.partition("::")[0] not in mirrored, not test.startswith(room), test)
     lines = statement(mutant.path, mutant.line)
-    found = {test for line in lines for test in contexts.get((mutant.path, line), ())}
-    more = families_of(mutant.path) if CONFORMANCE in found else []
-    return [*(sorted(found - {CONFORMANCE}, key=rank)[:MOST_TESTS] or own), *more, *EVERYTHING]
+    tests = {test for line in lines for test in contexts.get((mutant.path, line), ())}
+    more = families_of(mutant.path) if CONFORMANCE in tests else []
+    return [*(sorted(tests - {CONFORMANCE}, key=rank)[:MOST_TESTS] or mirrored), *more, *EVERYTHING]
 
 
 def families_of(path: Path) -> list[str]:
@@ -130,12 +130,12 @@ def families_of(path: Path) -> list[str]:
 @functools.cache
 def spans(path: Path) -> list[range]:
     """The lines of each statement of a file; of one with a body, those of its head."""
-    found = []
+    places = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
-            found.append(range(node.lineno, max(body[0].lineno if body else node.end_lineno + 1, node.lineno + 1)))
-    return found
+            places.append(range(node.lineno, max(body[0].lineno if body else node.end_lineno + 1, node.lineno + 1)))
+    return places
 
 
 def statement(path: Path, line: int) -> range:
@@ -149,12 +149,12 @@ def contexts_of(file: Path) -> Contexts:
         return {}
     import coverage  # of the session's environment
 
-    data, found = coverage.CoverageData(str(file)), {}
+    data, by_line = coverage.CoverageData(str(file)), {}
     data.read()
     for name in data.measured_files():
         for line, tests in data.contexts_by_lineno(name).items():
-            found[ROOT / name, line] = [test for context in tests if (test := test_named(context))]
-    return found
+            by_line[ROOT / name, line] = [test for context in tests if (test := test_named(context))]
+    return by_line
 
 
 def test_named(context: str) -> str:

@@ -49,9 +49,9 @@ class GatedRecurrence(nn.SequenceMixer):
 
     def __call__(self, x, ctx=None, cache=None):
         ctx = nn.make_context(*x.shape[:2]) if ctx is None else ctx
-        whole = constrain(x, "batch", None, None)  # B T D: a device that shares a sequence needs all of it
-        a = jax.nn.sigmoid(self.gate(whole).astype(jnp.float32) + 2)
-        v = (1 - a) * self.value(whole).astype(jnp.float32)
+        gathered = constrain(x, "batch", None, None)  # B T D: a device that shares a sequence needs all of it
+        a = jax.nn.sigmoid(self.gate(gathered).astype(jnp.float32) + 2)
+        v = (1 - a) * self.value(gathered).astype(jnp.float32)
         if ctx.valid is not None:  # padding changes no state: h = 1 h + 0
             a, v = (jnp.where(ctx.valid[:, :, None], part, idle) for part, idle in ((a, 1.0), (v, 0.0)))
         before = jnp.zeros((x.shape[0], self.dim)) if cache is None else cache.h
@@ -63,8 +63,8 @@ class GatedRecurrence(nn.SequenceMixer):
 
     def traffic(self, split):
         """Each device gathers the whole input in every pass, and its gradient is summed over devices."""
-        whole = split.tokens * split.parts * self.dim * split.width
-        return {"all-gather": (split.passes - 1) * whole, "reduce-scatter": whole}
+        array_bytes = split.tokens * split.parts * self.dim * split.width
+        return {"all-gather": (split.passes - 1) * array_bytes, "reduce-scatter": array_bytes}
 
 
 class Block(nnx.Module):

@@ -52,17 +52,17 @@ def printed(capsys, *words) -> tuple[int, str]:
 
 def test_inspect_counts_every_number(capsys, model, directory):
     status, text = printed(capsys, "inspect", directory, "--json")
-    found = json.loads(text)
-    assert status == 0 and found["total"]["numbers"] == nn.num_parameters(model)
-    queries = next(row for row in found["arrays"] if "q_proj" in row["name"])
+    report = json.loads(text)
+    assert status == 0 and report["total"]["numbers"] == nn.num_parameters(model)
+    queries = next(row for row in report["arrays"] if "q_proj" in row["name"])
     assert (queries["count"], queries["name"]) == (2, "model.layers.*.self_attn.q_proj.weight")
     assert "numbers, 0.000 GB" in printed(capsys, "inspect", directory, "--all")[1]
 
 
 def test_inspect_lists_an_adapter(capsys, model, tmp_path):
     adapters.save(adapters.add(model, adapters.LoRA(2, 4), rngs=nnx.Rngs(0)), tmp_path / "adapter", base="my/base")
-    found = json.loads(printed(capsys, "inspect", tmp_path / "adapter", "--json")[1])
-    rows = {row["name"]: row for row in found["arrays"]}
+    report = json.loads(printed(capsys, "inspect", tmp_path / "adapter", "--json")[1])
+    rows = {row["name"]: row for row in report["arrays"]}
     assert rows["base_model.model.model.layers.*.self_attn.q_proj.lora_A.weight"]["shape"] == [2, model.cfg.dim]
 
 
@@ -248,21 +248,23 @@ def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):
 def test_doctor_looks_for_every_extra_that_is_for_users():
     """And for a package that the extra installs."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    wanted = {name: found for name, found in project["optional-dependencies"].items() if name != "docs"}
+    wanted = {name: packages for name, packages in project["optional-dependencies"].items() if name != "docs"}
     assert EXTRAS.keys() == wanted.keys()
     jax_installs = {"cuda": "jax-cuda13-plugin", "tpu": "libtpu"}
     for extra, package in EXTRAS.items():
-        assert jax_installs.get(extra) == package or any(re.match(rf"{package}\b", one) for one in wanted[extra])
+        assert jax_installs.get(extra) == package or any(
+            re.match(rf"{package}\b", requirement) for requirement in wanted[extra]
+        )
 
 
 def test_doctor(capsys):
     status, text = printed(capsys, "doctor", "--json")
-    found = json.loads(text)
-    assert status == 0 and found["devices"]["platform"] == "cpu" and found["versions"]["numpy"] == np.__version__
+    report = json.loads(text)
+    assert status == 0 and report["devices"]["platform"] == "cpu" and report["versions"]["numpy"] == np.__version__
     usual = ("causal", "packed rows", "soft-cap", "decoding")
     usual += ("gated delta rule", "Kimi delta", "Mamba-2")
-    assert found["kernels"] == dict.fromkeys(usual, "chunked") | {"grouped matmul": "tiled"}
-    assert found["devices"]["number"] == "8 in 1 process" and "none for CPUs" in found["devices"]["data sheet"]
+    assert report["kernels"] == dict.fromkeys(usual, "chunked") | {"grouped matmul": "tiled"}
+    assert report["devices"]["number"] == "8 in 1 process" and "none for CPUs" in report["devices"]["data sheet"]
     maxlib.show_versions()
     assert f"maxlib            {maxlib.__version__}" in capsys.readouterr().out
 
@@ -277,11 +279,11 @@ def test_doctor_says_which_jax_makes_slow_kernels():
 def test_doctor_says_what_to_install_where_plain_xla_runs(monkeypatch):
     monkeypatch.setattr(table, "has_triton_attention", lambda: False)
     monkeypatch.setattr(tokamax_triton, "has_triton", lambda: False)
-    found = kernels(("gpu", "A100"))
+    choices = kernels(("gpu", "A100"))
     needed = "pip install 'maxlib[cuda]' on Python 3.12 or later"
-    assert found["causal"] == "cudnn"
-    assert found["packed rows"] == f"chunked; tokamax_triton needs tokamax 0.0.17: {needed}"
-    assert found["grouped matmul"].startswith("tiled; tokamax needs") and found["grouped matmul"].endswith(needed)
+    assert choices["causal"] == "cudnn"
+    assert choices["packed rows"] == f"chunked; tokamax_triton needs tokamax 0.0.17: {needed}"
+    assert choices["grouped matmul"].startswith("tiled; tokamax needs") and choices["grouped matmul"].endswith(needed)
 
 
 def test_without_a_command_all_are_listed(capsys):

@@ -114,7 +114,11 @@ def test_a_familys_own_attention_answers_too():
 
     def moved(build, strategy):
         job = plan.Job(build, "h100x4", layout=sharding.Layout({"context": 4}, strategy), sequence=64)
-        return {one.kind: one.bytes for one in plan.estimated(job).costs.collectives if one.axes == ("context",)}
+        return {
+            collective.kind: collective.bytes
+            for collective in plan.estimated(job).costs.collectives
+            if collective.axes == ("context",)
+        }
 
     other = llama.Config(**sizes, num_kv_heads=2, head_dim=8, rope=ops.Rope(8))
     ours = moved(lambda: gpt2.GPT2(gpt2.Config(**sizes, num_positions=64), rngs=nnx.Rngs(0)), sharding.CP_RING)

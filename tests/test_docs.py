@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 FENCE = r"^```(?:python|\{code-cell\}[^\n]*)\n(?P<options>(?::[^\n]*\n)*)(?P<code>.*?)^```$"
 BLOCK = re.compile(rf"(?P<not_run><!-- not run: [^\n]+ -->\n+)?{FENCE}", re.DOTALL | re.MULTILINE)
 # Pages whose programs compile quickly run by default; `test_names_of_maxlib_exist` reads all of them.
-QUICK = {"README", "add-a-model", "index", "kernels", "loss", "memory", "plan"}
+QUICK = {"README", "add-a-model", "index"}
 
 
 def blocks(page: Path) -> list[tuple[str, bool]]:

@@ -123,6 +123,7 @@ def finetuned(request, corpus, run, tmp_path_factory) -> tuple[Path, str]:
     return out, example("finetune.py", run[0] / "model", jsonl, *options, *rate, "--lora", request.param)
 
 
+@full  # by default pyright reads it, and tests of adapters and exports what it calls
 def test_finetune_lowers_the_loss_and_exports(run, finetuned):
     out, text = finetuned
     before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
@@ -149,8 +150,8 @@ def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tupl
 @full  # by default tests/data/test_images.py has the loss and the gradient of chats with images
 def test_finetune_on_images(tmp_path):
     options = ["--steps", 2, "--batch", 2, "--length", 128, "--patches", 256]
-    text, found = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
-    assert found.keys() == {"", "images of other chats", "grey images"} and "A held-out chat: user" in text
+    text, metrics = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
+    assert metrics.keys() == {"", "images of other chats", "grey images"} and "A held-out chat: user" in text
     for name in ("config.json", "preprocessor_config.json", "chat_template.jinja", "generation_config.json"):
         kept = [(tmp_path / part / "model" / name).read_text() for part in ("shapes", "run")]
         assert json.loads(kept[0]) == json.loads(kept[1]) if name.endswith("json") else kept[0] == kept[1]
@@ -160,10 +161,10 @@ def test_finetune_on_images(tmp_path):
 def test_finetune_learns_to_look(tmp_path):
     """What the images say is learned, not only what answers look like: other images make answers wrong."""
     options = ["--steps", 100, "--batch", 4, "--length", 256, "--patches", 640, "--learning-rate", 3e-3]
-    _, found = tuned_on_images(tmp_path, pictures=2000, dim=64, options=options)
-    (nll, right), (other_nll, other_right) = found[""], found["images of other chats"]
+    _, metrics = tuned_on_images(tmp_path, pictures=2000, dim=64, options=options)
+    (nll, right), (other_nll, other_right) = metrics[""], metrics["images of other chats"]
     assert right > other_right + 10 and nll < 0.7 * other_nll
-    assert right > found["grey images"][1] + 10
+    assert right > metrics["grey images"][1] + 10
 
 
 def test_chats_get_the_images_of_others():
@@ -173,14 +174,14 @@ def test_chats_get_the_images_of_others():
     say = lambda role, *content: {"role": role, "content": list(content)}
     words, answer = {"type": "text", "text": "What?"}, {"role": "assistant", "content": "That."}
     two = {"messages": [say("user", image("a"), words), answer, say("user", image("b"))]}
-    one = {"messages": [say("user", image("c"), {"type": "text", "text": "Why?"})]}
-    assert of(two, one)["messages"] == [say("user", image("c"), words), answer, say("user", image("c"))]
-    assert of(one, two)["messages"] == [say("user", image("a"), {"type": "text", "text": "Why?"})]
-    assert of(one, {"messages": [answer]}) == one
+    chat = {"messages": [say("user", image("c"), {"type": "text", "text": "Why?"})]}
+    assert of(two, chat)["messages"] == [say("user", image("c"), words), answer, say("user", image("c"))]
+    assert of(chat, two)["messages"] == [say("user", image("a"), {"type": "text", "text": "Why?"})]
+    assert of(chat, {"messages": [answer]}) == chat
 
 
-def test_generate_writes_from_a_directory(finetuned):
-    text = example("generate.py", "Once there", "--model", finetuned[0] / "model", "--tokens", 8, "--raw")
+def test_generate_writes_from_a_directory(run):
+    text = example("generate.py", "Once there", "--model", run[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4
 
 

@@ -82,8 +82,8 @@ def test_jobset_makes_a_cluster_of_its_pods(job, monkeypatch):
     annotations = {"jobset-name": "pretrain", "replicatedjob-name": worker["name"], "job-index": "0"}
     for entry in container["env"]:
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-        found = re.fullmatch(r"metadata\.annotations\['jobset\.sigs\.k8s\.io/([a-z-]+)'\]", path)
-        monkeypatch.setenv(entry["name"], annotations[found[1]] if found else entry["value"])
+        match = re.fullmatch(r"metadata\.annotations\['jobset\.sigs\.k8s\.io/([a-z-]+)'\]", path)
+        monkeypatch.setenv(entry["name"], annotations[match[1]] if match else entry["value"])
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")  # Kubernetes sets it for indexed jobs
     cluster = distributed.find()
     assert cluster is not None
@@ -135,7 +135,7 @@ def test_manifests_follow_the_published_schema(name):
     jsonschema = pytest.importorskip("jsonschema")
     crd = yaml.safe_load(Path(os.environ["MAXLIB_JOBSET_CRD"]).read_text())
     manifest = yaml.safe_load((LAUNCH / name).read_text())
-    (version,) = (one for one in crd["spec"]["versions"] if one["served"])
+    (version,) = (candidate for candidate in crd["spec"]["versions"] if candidate["served"])
     assert manifest["apiVersion"] == f"{crd['spec']['group']}/{version['name']}"
     schema = strict(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}  # every object has it; the file does not describe it
@@ -150,7 +150,7 @@ def test_manifests_follow_the_published_schema(name):
 def test_the_program_for_presets_resumes_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     documents = data.in_memory([f"{i} cats sat on {i} mats" for i in range(60)])
-    tokenizer = tokenization.train_bpe((one["text"] for one in documents), vocab_size=300)
+    tokenizer = tokenization.train_bpe((document["text"] for document in documents), vocab_size=300)
     data.write_tokens(documents, "tokens", tokenizer)
     program = runpy.run_path(str(LAUNCH / "train_preset.py"))["main"]
     for steps in (2, 4):

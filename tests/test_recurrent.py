@@ -57,8 +57,10 @@ def test_packed_documents_are_those_documents_alone():
     for first, last in ((0, 6), (6, 12)):
         alone = run(tokens[:, first:last], [1] * 6)
         np.testing.assert_allclose(packed[:, first:last], alone, atol=2e-6 * np.abs(alone).max())
-    one = run(tokens, [1] * 16)
-    assert np.abs(packed[:, 6:12] - one[:, 6:12]).max() > 1e-2 * np.abs(one).max()  # it does make a difference
+    packed_once = run(tokens, [1] * 16)
+    assert (
+        np.abs(packed[:, 6:12] - packed_once[:, 6:12]).max() > 1e-2 * np.abs(packed_once).max()
+    )  # it does make a difference
 
 
 def test_it_decodes_what_it_computes_at_once():
@@ -175,12 +177,12 @@ def test_plans_ask_the_layer():
     """With a sequence over 4 devices: the attention's ring, and the gathers that the recurrence states."""
     base = {"target": "h100x4", "sequence": 64, "layout": sharding.Layout({"context": 4}, sharding.CP_RING)}
     plans = [plan.estimated(plan.Job(model=make, **base)) for make in (hybrid, lambda: hybrid(attention=False))]
-    of = lambda found: {one.kind: one.bytes for one in found.costs.collectives if "context" in one.axes}
+    of = lambda estimate: {item.kind: item.bytes for item in estimate.costs.collectives if "context" in item.axes}
     mixed, alone = map(of, plans)
     tokens, passes = 64 / 4 * 4, 3  # a batch of one row for each device, cut over four; remat is full
-    one = (passes - 1) * tokens * 4 * DIM * 2
+    gather = (passes - 1) * tokens * 4 * DIM * 2
     assert mixed["collective-permute"] > 0 and "collective-permute" not in alone
-    assert alone["all-gather"] - mixed["all-gather"] == pytest.approx(2 * one)
+    assert alone["all-gather"] - mixed["all-gather"] == pytest.approx(2 * gather)
     assert plans[0].peak > 0
 
 

@@ -52,8 +52,8 @@ def test_the_files_of_this_version_agree():
 
 def test_workflow_and_templates_are_sound():
     yaml = pytest.importorskip("yaml")
-    found = {path: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
-    jobs = found[ROOT / ".github" / "workflows" / "release.yml"]["jobs"]
+    workflows = {path: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
+    jobs = workflows[ROOT / ".github" / "workflows" / "release.yml"]["jobs"]
     assert set(jobs["publish"]["needs"]) == {"tests", "install"} and jobs["publish"]["if"].startswith("startsWith")
     assert jobs["install"]["strategy"]["matrix"]["python"] == supported()
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
@@ -64,7 +64,7 @@ def test_workflow_and_templates_are_sound():
         if word.startswith((".ci/", "tests/", "docs/versions"))
     ]
     assert named and all(path.exists() for path in named)
-    body = found[ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml"]["body"]
+    body = workflows[ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml"]["body"]
     (doctor,) = (field for field in body if field.get("id") == "doctor")
     assert "maxlib doctor" in doctor["attributes"]["label"] and doctor["validations"]["required"]
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import pytest
 
 from maxlib import nn, ops, training
@@ -10,7 +9,7 @@ from maxlib import nn, ops, training
 
 def test_a_wrong_shape_is_caught():
     q, k = jnp.zeros((1, 4, 2, 8)), jnp.zeros((2, 4, 2, 8))
-    with pytest.raises(jaxtyping.TypeCheckError, match="maxlib.ops._attention"):
+    with pytest.raises(TypeError, match="maxlib.ops._attention"):
         ops.attention(q, k, k)
 
 
@@ -23,7 +22,7 @@ def test_a_wrong_type_is_caught_where_no_shapes_are_named():
 
 def test_a_wrong_field_is_caught():
     ctx = nn.make_context(2, 4)
-    with pytest.raises(jaxtyping.TypeCheckError, match="length"):
+    with pytest.raises(TypeError, match="length"):
         type(ctx)(ctx.positions, ctx.index, ctx.start, ctx.stop, length=ctx.positions, num_new=ctx.num_new)
 
 

@@ -92,15 +92,17 @@ def on_tpu():
 
 
 def test_a_stack_of_layers_is_cast_before_the_loop(on_tpu):
-    whole = 8 * 4096 * 4096 * 2  # the stack in bfloat16
+    stack_bytes = 8 * 4096 * 4096 * 2  # the stack in bfloat16
     kept, plain = on_tpu["layers"]
-    assert kept < whole <= plain
+    assert kept < stack_bytes <= plain
 
 
 def test_a_table_and_moments_are_copied_for_the_update(on_tpu):
-    whole = 65536 * 2240 * 4
+    table_bytes = 65536 * 2240 * 4
     kept, plain = on_tpu["update"]
-    assert kept < 2.5 * whole and plain > 4 * whole  # the gradient in two orders; or in one, and three copies
+    assert (
+        kept < 2.5 * table_bytes and plain > 4 * table_bytes
+    )  # the gradient in two orders; or in one, and three copies
 
 
 @pytest.mark.skipif(
@@ -115,14 +117,14 @@ def test_layers_are_transposed_before_the_loop():
     def layers(keep, x, stack):
         return lax.scan(lambda x, w: (x @ keep(w).astype(x.dtype), None), x, stack)[0]
 
-    one = jax.shard_map(workarounds.row_major, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"))
+    transposed = jax.shard_map(workarounds.row_major, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"))
     temp = [
         jax.jit(lambda x, w, keep=keep: layers(keep, x, w))
         .lower(x, stack)
         .compile()
         .memory_analysis()
         .temp_size_in_bytes
-        for keep in (one, lambda w: w)
+        for keep in (transposed, lambda w: w)
     ]
     assert temp[0] < temp[1]
 

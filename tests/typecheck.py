@@ -18,7 +18,13 @@ import jaxtyping
 
 # An int is welcome where a float is annotated, as pyright has it. jaxtyping's errors are TypeErrors too.
 _types = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True, violation_type=TypeError))
-_shapes = jaxtyping.jaxtyped(typechecker=_types)
+
+
+def _shapes(function: Callable) -> Callable:
+    """Checks once, with one size for each name of an axis; as a type checker of jaxtyping's, it would check arguments
+    twice.
+    """
+    return jaxtyping.jaxtyped(_types(function), typechecker=None)
 
 
 def install(package: str) -> None:
@@ -43,26 +49,26 @@ def _checked_later(function: Callable) -> Callable:
         nonlocal checked
         __tracebackhide__ = True
         if checked is None:
-            checked = (_shapes if _names_shapes(function) else _types)(function)
+            checked = _checking(function)(function)
         return checked(*args, **kwargs)
 
     return first_checks_are_written
 
 
-def _names_shapes(function: Callable) -> bool:
-    """Returns True if an annotation of `function` has jaxtyping's axes, or might."""
+def _checking(function: Callable) -> Callable:
+    """Returns what adds checks to `function`."""
     try:
         hints = list(typing.get_type_hints(function).values())
-    except Exception:  # names that are imported for the type checker only
-        return True
-    return any(_has_shape(hint) for hint in hints)
+    except Exception:  # names that are imported for the type checker only, which jaxtyping leaves out
+        return jaxtyping.jaxtyped(typechecker=_types)
+    return _shapes if any(_has_shape(hint) for hint in hints) else _types
 
 
 def _has_shape(hint: object) -> bool:
     if isinstance(hint, type) and hint.__module__.startswith("jaxtyping"):
         return True
     inner = typing.get_args(hint)
-    return any(_has_shape(one) for part in inner for one in (part if isinstance(part, list) else [part]))
+    return any(_has_shape(item) for part in inner for item in (part if isinstance(part, list) else [part]))
 
 
 class _Finder(PathFinder):

@@ -24,7 +24,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "active": {"no_wrap": True, "justify": "right"},
     "family, and what it is made of": {"overflow": "fold"},
 }
-COLUMNS = ("family", "presets", "attention", "features", "caches", "reads")
+COLUMNS = ("family", "presets", "attention", "features", "reads")
 INPUTS = ("images", "audio")
 
 
@@ -109,10 +109,10 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _family_cells(name: str, presets: list[Row]) -> tuple[str, ...]:
-    attention, features, caches, *inputs = zip(*(row.kind for row in presets), strict=True)
+    attention, features, _, *inputs = zip(*(row.kind for row in presets), strict=True)
     media = [medium for medium, there in zip(INPUTS, inputs, strict=True) if any(there)]
     names = ", ".join(row.preset for row in presets)
-    return name, names, _labels(attention), _labels(features), _labels(caches), ", ".join(media)
+    return name, names, _labels(attention), _labels(features), ", ".join(media)
 
 
 def _labels(cells: Iterable[str]) -> str:

@@ -30,61 +30,61 @@ QUANTIZATIONS = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", help="a preset, such as llama3-70b, or module:function of your own that builds a model")
-    add(
+    option = parser.add_argument
+    option("model", help="a preset, such as llama3-70b, or module:function of your own that builds a model")
+    option(
         "--target",
         required=True,
         help="v5e-256, v5p-128 (cores: 64 chips), v6e-64, v5p:4x4x8, v5e-256x2 (two slices), h100x8, cpu",
     )
-    add("--per-device-batch-size", type=float, help="sequences per chip in a step (default 1)")
-    add("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
-    add("--mesh", nargs="*", default=[], help="degrees, such as fsdp=-1,tensor=4 (default fsdp=-1)")
-    add("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")
-    add(
+    option("--per-device-batch-size", type=float, help="sequences per chip in a step (default 1)")
+    option("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
+    option("--mesh", nargs="*", default=[], help="degrees, such as fsdp=-1,tensor=4 (default fsdp=-1)")
+    option("--dcn", nargs="*", default=[], help="degrees across slices, such as data=-1")
+    option(
         "--strategy",
         help=f"{STRATEGIES}, or several: fsdp_tp+cp_ring+pp_1f1b:16x2, 16 microbatches twice around (default fsdp)",
     )
-    add(
+    option(
         "--remat",
         help=f"none, {REMATS}, or intermediates kept or sent to the host: q,k,v=offload (default full)",
     )
-    add("--attention", help="attention implementation of all layers, such as splash (default: the best available)")
-    add("--optimizer", default="adamw", help="adamw (default), muon, sgd, or module:function of a model")
-    add(
+    option("--attention", help="attention implementation of all layers, such as splash (default: the best available)")
+    option("--optimizer", default="adamw", help="adamw (default), muon, sgd, or module:function of a model")
+    option(
         "--microbatches", type=int, default=1, help="parts of a batch that a step takes one after the other (default 1)"
     )
-    add(
+    option(
         "--loss",
         help="module:name of a training.Loss, or of a function that takes dtype and remat (default: next token)",
     )
-    add("--batch", help="module:name of a function (rows, sequence) -> {name: shape} of the loss's other inputs")
-    add(
+    option("--batch", help="module:name of a function (rows, sequence) -> {name: shape} of the loss's other inputs")
+    option(
         "--lora",
         nargs="*",
         help="train adapters of a frozen base: rank=16,alpha=32,dora (default alpha: twice the rank)",
     )
-    add("--base", help="storage format of their base: float32, bfloat16, int8, nf4 (default: bfloat16)")
-    add(
+    option("--base", help="storage format of their base: float32, bfloat16, int8, nf4 (default: bfloat16)")
+    option(
         "--quantization",
         choices=QUANTIZATIONS,
         help="quantization of matmuls in training (default: none)",
     )
-    add(
+    option(
         "--flags",
         nargs="*",
         default=[],
         help="sets of XLA flags, such as tpu-overlap (python -m maxlib.distributed.xla_flags)",
     )
-    add("--full", action="store_true", help="also generate machine code, which takes minutes")
-    add("--json", action="store_true", help="print one object; sizes are bytes on one device")
-    add("--keep", help="an empty folder for the compiler's files")
-    add(
+    option("--full", action="store_true", help="also generate machine code, which takes minutes")
+    option("--json", action="store_true", help="print one object; sizes are bytes on one device")
+    option("--keep", help="an empty folder for the compiler's files")
+    option(
         "--search",
         action="store_true",
         help="search over layouts x remat x batch, except for given values, and report the best",
     )
-    add("--compile", type=int, help="number of layouts of a search to compile (default 3)")
+    option("--compile", type=int, help="number of layouts of a search to compile (default 3)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -183,8 +183,7 @@ def _lora(words: list[str]) -> "adapters.LoRA":
         alpha = float(settings.get("alpha", 2 * rank))
     except (KeyError, ValueError):
         raise ValueError(
-            "--lora takes rank=16,alpha=32 (numbers) and dora or rslora, of which rank is needed; got "
-            f"{' '.join(words)!r}"
+            f"--lora takes rank=16,alpha=32 (numbers) and dora or rslora, of which rank is needed; got {' '.join(words)!r}"
         ) from None
     return adapters.LoRA(rank, alpha, dora="dora" in settings, rslora="rslora" in settings)
 

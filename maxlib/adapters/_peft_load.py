@@ -142,8 +142,12 @@ def _read(path: Path, names: Names, config: peft.Config) -> _File:
 
 def _named(modules: dict[str, Factors], fused: Names, config: peft.Config) -> dict[str, Factors]:
     """Names experts' parameters: in PEFT `experts.base_layer` is (gate and) up, `experts` is down or the only one."""
-    renamed, last = {}, lambda name: name.rpartition(".")[2]
-    named = {*map(last, config.fields.get("target_parameters") or ())}
+
+    def last(name: str) -> str:
+        return name.rpartition(".")[2]
+
+    renamed = {}
+    named = {last(name) for name in config.fields.get("target_parameters") or ()}
     for name, factors in modules.items():
         stem = name.removesuffix(".base_layer").replace("block_sparse_moe", "mlp")
         parameters = {last(n) for n, parts in fused.parts.items() if n.rpartition(".")[0] == stem and parts[0].experts}

@@ -82,7 +82,7 @@ class Names:
         return name
 
     def spellings(self, module: str) -> set[str]:
-        """Returns the names of a module in files and in transformers, of which patterns may mean either."""
+        """Returns the names of a module in files and in transformers; patterns may mean either."""
         return {module, self.in_transformers(module)}
 
 

@@ -43,8 +43,8 @@ def megatron_samples(
     """Reads rows `tokens targets` from Megatron's files: the same samples in the same order as Megatron reads them.
 
     The documents of all epochs are shuffled and concatenated, cut into samples of `length`, and the samples are
-    shuffled. A last epoch of which less than 80 % is read is shuffled apart. Sample `i` is that of `GPTDataset`, or of
-    `BlendedDataset` for several prefixes, of megatron-core 0.16.
+    shuffled. If less than 80 % of the last epoch is read, it is shuffled apart. Sample `i` is that of `GPTDataset`, or
+    of `BlendedDataset` for several prefixes, of megatron-core 0.16.
 
         samples = megatron_samples("corpus_text_document", length=4096, num_samples=1000 * 256)
         loader = Loader(lambda part: samples[part].to_iter_dataset(), batch_size=256)
@@ -123,8 +123,8 @@ class _Pair:
 class _Samples:
     """Samples of `length + 1` tokens in the order of `GPTDataset`.
 
-    The documents of all epochs make one text, of which sample k, before the samples are shuffled, has tokens
-    `k * length` to `(k + 1) * length`, and the one after.
+    The documents of all epochs make one text. Before the samples are shuffled, sample k has its tokens `k * length` to
+    `(k + 1) * length`, and the one after.
     """
 
     def __init__(self, pair: _Pair, bounds: np.ndarray, length: int, num_samples: int | None, seed: int):

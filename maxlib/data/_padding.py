@@ -140,7 +140,7 @@ class Room:
         return (*(("pixels",) if self.images is not None else ()), *(("frames",) if self.audio is not None else ()))
 
     def check_expected(self, document: Document, verb: str) -> None:
-        """Raises ValueError for a document with images or clips of which rows have none."""
+        """Raises ValueError for a document with images or clips if rows have no room for them."""
         for name, example in _BLANKS.items():
             if getattr(self, name) is None and _num_media(document, name):
                 raise ValueError(f"A document has {name}: {verb} it with {name}=, such as {example}.")

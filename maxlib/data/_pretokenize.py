@@ -256,7 +256,7 @@ def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> I
 
 
 def _ahead(items: Iterator[Any], size: int = 4) -> Iterator[Any]:
-    """Yields the same items, of which a thread produces the next few."""
+    """Yields the same items; a thread produces the next few ahead."""
     with ThreadPoolExecutor(1, "maxlib-tokenize") as thread:
         ready = collections.deque(thread.submit(next, items, None) for _ in range(size))
         while (item := ready.popleft().result()) is not None:

@@ -298,7 +298,7 @@ def _with_audio(document: Document, tokens: np.ndarray, targets: np.ndarray, aud
 
 def _turn_weight(message: Message) -> float:
     weight = message.get("weight")
-    if weight is None:  # also in a table of which other records have weights
+    if weight is None:  # or of a table in which other messages have weights
         return 1.0
     if not is_weight(weight):
         raise ValueError(f"a message's 'weight' must be a finite number of at least 0, got {weight!r}")

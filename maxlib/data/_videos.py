@@ -59,8 +59,8 @@ class VideoProcessor(ImageProcessor):
         num_frames: Number of chosen frames, instead of a rate; with neither all frames are chosen.
         min_frames: Minimum number of frames chosen by `fps`.
         max_frames: Maximum number of frames chosen by `fps`.
-        max_tokens: Maximum number of tokens of a video, of which each frame gets an equal share; frames stay larger
-            than 1.05 `min_pixels`. None for no limit.
+        max_tokens: Maximum number of tokens of a video, which its frames share equally; a frame keeps at least 1.05
+            `min_pixels`. None for no limit.
     """
 
     fps: float | None = 2.0

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlib.models._sizes import SLIDING
+from maxlib.models._sizes import SLIDING, hyper_connection
 from maxlib.ops import Rope, YarnScaling
 from maxlib.weights import Computed, Convert, Copy, HFConfig, Ignore, Renamed, Table, Weight, fields, names
 
@@ -93,12 +93,6 @@ def _mlp_types(number: int, num_layers: int) -> list[str]:
     return ["hash_moe" if i < number else "moe" for i in range(num_layers)]
 
 
-def _connections(hf_name: str, path: str) -> list[Weight]:
-    """Lists the weights of a hyper-connection."""
-    parts = {"fn": "mix.w", "base": "bias", "scale": "scale"}
-    return [Weight(f"{hf_name}_{name}", f"{path}.{part}") for name, part in parts.items()]
-
-
 def _compressor(hf_name: str, path: str) -> list[Weight]:
     """Lists the weights of a compressor."""
     parts = {"wkv.weight": "kv.w", "wgate.weight": "gate.w", "ape": "place", "norm.weight": "norm.scale"}
@@ -111,8 +105,8 @@ def table(cfg: Any) -> Table:
     layer = [
         Weight("attn_norm.weight", "attn_norm.scale"),
         Weight("ffn_norm.weight", "mlp_norm.scale"),
-        *_connections("hc_attn", "attn_streams"),
-        *_connections("hc_ffn", "mlp_streams"),
+        *hyper_connection("hc_attn", "attn_streams"),
+        *hyper_connection("hc_ffn", "mlp_streams"),
         Weight("attn.wq_a.weight", "attn.q_down.w"),
         Weight("attn.q_norm.weight", "attn.q_norm.scale"),
         Weight("attn.wq_b.weight", "attn.q_up.w", "(N H) R -> N H R"),
@@ -140,7 +134,7 @@ def table(cfg: Any) -> Table:
         Weight(embed, "embed.w"),
         *names.under(layer, "model.layers.{i}", "layers.{i}"),
         Convert(("model.layers.{i}.ffn.gate.tid2eid",), path, _to_int32, _to_int64, dtype=np.int32),
-        *_connections("model.hc_head.hc", "streams"),
+        *hyper_connection("model.hc_head.hc", "streams"),
         Weight("model.norm.weight", "norm.scale"),
         Weight("head.weight", "head.w"),
         Copy("head.weight", of=embed),
@@ -157,7 +151,7 @@ def _modules(layer: list[Weight], cfg: Any, embed: str) -> Table:
     module = [Weight(f"{name}.weight", path) for name, path in (projections | norms).items()]
     return [
         *names.under(layer, "mtp.{i}", "mtp.{i}.block"),
-        *names.under([*module, *_connections("hc_head", "streams")], "mtp.{i}", "mtp.{i}"),
+        *names.under([*module, *hyper_connection("hc_head", "streams")], "mtp.{i}", "mtp.{i}"),
         *[Copy(f"mtp.{i}.emb.tok_emb.weight", of=embed) for i in range(cfg.num_mtp)],
         *[Copy(f"mtp.{i}.head.weight", of="head.weight") for i in range(cfg.num_mtp)],
         *[Ignore(f"mtp.{i}.*") for i in range(cfg.num_mtp, cfg.stored_mtp)],

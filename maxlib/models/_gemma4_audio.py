@@ -72,7 +72,7 @@ class Audio(Sound):
 
     @property
     def frame_dim(self) -> int:
-        """Numbers in a frame: mel bands, of which each convolution halves the number."""
+        """Numbers in a frame: its mel bands. Each convolution halves them."""
         return self.filters[0]
 
     def num_tokens(self, lengths: Any) -> Any:

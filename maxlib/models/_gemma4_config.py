@@ -105,7 +105,7 @@ def pattern(num_layers: int, period: int = 6) -> tuple[str, ...]:
     return tuple(LOCAL if (i + 1) % period and i + 1 < num_layers else GLOBAL for i in range(num_layers))
 
 
-def _usual(c: Any) -> tuple[str, ...]:
+def _usual_types(c: Any) -> tuple[str, ...]:
     return pattern(c.num_layers)
 
 
@@ -115,7 +115,7 @@ def _is_unified(c: Any) -> bool:
 
 def _read_global(hf: HFConfig, c: Any) -> tuple[int, int]:
     width, heads = hf.take("global_head_dim", 512), hf.take("num_global_key_value_heads", None, kind=int)
-    layers = [i for i, kind in enumerate(c.layer_types or _usual(c)) if kind == GLOBAL]
+    layers = [i for i, kind in enumerate(c.layer_types or _usual_types(c)) if kind == GLOBAL]
     stored = _of_layers(hf, layers, {"head_dim": c.head_dim, "num_key_value_heads": c.num_kv_heads})
     if stored is not None:
         return stored["head_dim"], stored["num_key_value_heads"]  # as transformers writes them
@@ -173,7 +173,7 @@ TEXT = Fields(
         fields.MLP,
         *fields.ATTENTION,
         fields.WINDOW,
-        fields.layer_types(LOCAL, GLOBAL, usual=_usual),
+        fields.layer_types(LOCAL, GLOBAL, usual=_usual_types),
         Field("keys_as_values", "attention_k_eq_v"),
         Computed("global_heads", _read_global, _write_global),
         fields.layer_rope(

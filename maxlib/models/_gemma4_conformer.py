@@ -1,6 +1,6 @@
 """Gemma 4's encoders of sound: a conformer (Gulati et al. 2020, arXiv:2005.08100), or a norm and a matmul.
 
-Shapes: C clips, of which a row of a batch has some, F frames of M mel bands, T = F / 4 frames behind the convolutions,
+Shapes: C clips of a batch, F frames of M mel bands, T = F / 4 frames after the convolutions,
 E width of the encoder, N heads of width H, D width of the text model. Attention is computed in chunks: n chunks of q
 frames, each of which attends to k frames around it.
 """
@@ -36,7 +36,7 @@ def _bounded(x: Float[Array, "..."], bound: float) -> Float[Array, "..."]:
 
 
 class FeedForward(nnx.Module):
-    """MLP four times as wide, between two norms, of which a half is added."""
+    """Computes `x + 0.5 * norm(mlp(norm(x)))`, with an MLP four times as wide."""
 
     def __init__(self, cfg: Audio, *, rngs: nnx.Rngs):
         E, F = cfg.dim, 4 * cfg.dim

@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxlib.models import _glm_vision as vision
-from maxlib.models._sizes import kimi_delta_attention
+from maxlib.models._sizes import hyper_connection, kimi_delta_attention
 from maxlib.weights import Computed, HFConfig, Ignore, Table, Weight, names
 
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
@@ -42,12 +42,6 @@ def _write_types(types: tuple[str, ...] | None, cfg: Any) -> dict[str, Any]:
 LAYER_TYPES = Computed("layer_types", _read_types, _write_types)
 
 
-def _connections(hf_name: str, path: str) -> list[Weight]:
-    """Lists the weights of a hyper-connection."""
-    parts = {"fn": "mix.w", "base": "bias", "scale": "scale"}
-    return [Weight(f"{hf_name}_{name}", f"{path}.{part}") for name, part in parts.items()]
-
-
 def _indexer(hf_name: str, path: str) -> list[Weight]:
     """Lists the weights of an indexer of pools."""
     return [
@@ -64,8 +58,8 @@ def table(cfg: Any) -> Table:
     """Maps the tensor names of the release to parameters; prediction modules are further layers, which are skipped."""
     layer = [
         *names.NORMS,
-        *_connections("hc_attn", "attn_streams"),
-        *_connections("hc_ffn", "mlp_streams"),
+        *hyper_connection("hc_attn", "attn_streams"),
+        *hyper_connection("hc_ffn", "mlp_streams"),
         *kimi_delta_attention("N -> N"),
         *names.mla(cfg.q_rank, cfg.nope_dim),
         *_indexer("self_attn.indexer", "attn.indexer"),

@@ -116,9 +116,9 @@ class ScaledDecoder(TextDecoder):
 class PreNorm(nn.Layer):
     """Llama's layer: each branch reads the normed residual stream, and adds to it.
 
-    A subclass makes `attn_norm` and a mixer of tokens, `attn` or another one, then `mlp_norm` and `mlp` or `moe`. With
-    `attn_post_norm` and `mlp_post_norm`, the results of the branches are normed before they are added. A norm that it
-    leaves out is skipped. With `factor` the results of the branches are multiplied by it.
+    A subclass makes `attn_norm`, a mixer of tokens (`attn`, `delta`, `conv` or `mamba`), `mlp_norm`, and `mlp` or
+    `moe`. `attn_post_norm` and `mlp_post_norm` normalize the output of a branch, and `factor` multiplies it, before it
+    is added. A norm that is None is skipped.
     """
 
     attn_norm: Any = None
@@ -165,17 +165,31 @@ class CrossPreNorm(PreNorm):
     def __call__(self, x: Float[Array, "B T D"], ctx: nn.Context, cache: Any = None):
         if self.cross is None:
             return super().__call__(x, ctx, cache)
-        of_attn, of_cross = (None, None) if cache is None else cache
-        h, of_attn = self.attn(self.attn_norm(x), ctx, of_attn)
+        attn_cache, cross_cache = (None, None) if cache is None else cache
+        h, attn_cache = self.attn(self.attn_norm(x), ctx, attn_cache)
         x = nn.residual(x, h, "attn", norm=self.attn_post_norm)
-        h, of_cross = self.cross(self.cross_norm(x), ctx, of_cross)
+        h, cross_cache = self.cross(self.cross_norm(x), ctx, cross_cache)
         x = nn.residual(x, h, "cross_attn", norm=self.cross_post_norm)
         x = nn.residual(x, self.mlp(self.mlp_norm(x)), "mlp", norm=self.mlp_post_norm)
-        return x, None if cache is None else (of_attn, of_cross), {}
+        return x, None if cache is None else (attn_cache, cross_cache), {}
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns the empty caches of both attentions."""
         return self.attn.init_cache(batch, capacity, dtype), self.cross.init_cache(batch, capacity, dtype)
+
+
+class DeepstackPreNorm(PreNorm):
+    """`PreNorm` that adds features of the image encoder to its output, if the layer gets any (`added`)."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        ctx: nn.Context,
+        cache: Any = None,
+        added: Float[Array, "B T D"] | None = None,
+    ):
+        x, cache, aux = super().__call__(x, ctx, cache)
+        return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux
 
 
 class Parallel(nn.Layer):
@@ -214,7 +228,7 @@ def attention(
     """Makes grouped-query attention of a `kind` with the sizes of `cfg`; other arguments are those of the kind.
 
     `qk_norm` adds an RMSNorm of each head of queries and keys before their rotation, or with `across_heads` one of all
-    heads together; `plus_one` is that of these norms.
+    heads together. With `plus_one` these norms multiply by one plus their weight.
     """
 
     def norm(heads: int) -> nn.RMSNorm:
@@ -263,6 +277,18 @@ def latent_scale(nope_dim: int, rope: Rope) -> float:
     return scale
 
 
+def hyper_connection(cfg: Any, *, rngs: nnx.Rngs) -> nn.HyperConnection:
+    """Makes the reading, mixing and writing of streams with the sizes of `cfg` (`StreamSizes`)."""
+    return nn.HyperConnection(
+        cfg.dim,
+        streams=cfg.streams,
+        sinkhorn_steps=cfg.sinkhorn_steps,
+        eps=cfg.stream_eps,
+        norm_eps=cfg.norm_eps,
+        rngs=rngs,
+    )
+
+
 def sigmoid_router(dim: int, cfg: RouterSizes, *, rngs: nnx.Rngs) -> nn.Router:
     """Makes DeepSeek V3's router of tokens of width `dim` with the sizes of `cfg`."""
     return nn.router.sigmoid_router(
@@ -291,7 +317,7 @@ def deepseek_experts(cfg: ExpertSizes, *, router: nn.Router | None = None, rngs:
 
 
 def gated_shared_experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
-    """Makes Qwen's experts with the sizes of `cfg`, and one that every token uses, times a gate of its own."""
+    """Makes Qwen's experts with the sizes of `cfg`; every token also uses a shared one, multiplied by a gate."""
     # Softmax over all E experts; each token uses the best k.
     router = nn.Router(cfg.dim, cfg.num_experts, top_k=cfg.top_k, renormalize=cfg.renormalize, rngs=rngs)
     shared = nn.GatedMLP(cfg.dim, cfg.shared_dim, rngs=rngs)
@@ -301,7 +327,7 @@ def gated_shared_experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
 def kimi_delta_attention(
     cfg: KimiDeltaSizes, *, lower_bound: float | None = None, rngs: nnx.Rngs
 ) -> nn.KimiDeltaAttention:
-    """Makes Kimi delta attention with the sizes of `cfg`, with a lower bound of its log decay or without."""
+    """Makes Kimi delta attention with the sizes of `cfg`; `lower_bound` limits its log decay, None does not."""
     return nn.KimiDeltaAttention(
         cfg.dim,
         num_heads=cfg.delta_heads,

@@ -158,10 +158,6 @@ def _read_merge(hf: HFConfig, c: Any) -> int:
     return hf.take("spatial_merge_size", 2) if c.kind == MERGING else 1
 
 
-def _write_merge(merge: int, cfg: Any) -> dict[str, Any]:
-    return {"spatial_merge_size": merge} if cfg.kind == MERGING else {}
-
-
 FIELDS = Fields(
     Vision,
     [
@@ -175,7 +171,7 @@ FIELDS = Fields(
                 Field("image_size"),
             ],
         ),
-        Computed("merge", _read_merge, _write_merge),
+        Computed("merge", _read_merge, lambda merge, cfg: {"spatial_merge_size": merge} if cfg.kind == MERGING else {}),
         fields.axial_theta(10_000.0, "default"),  # one name for it before transformers 5.3, another since
         Field("bias", "multimodal_projector_bias"),
         Field("image_token", "image_token_index"),

@@ -16,7 +16,7 @@ from maxlib import nn, ops
 from maxlib.models._layers import PreNorm
 from maxlib.models._qwen_vision import Merger
 from maxlib.models._vision import IMAGE, PATCHES, PLACEHOLDERS, WINDOW, PatchEncoder, PatchSizes, video_patches
-from maxlib.weights import Computed, Field, Fields, HFConfig, Table, Weight, fields, names
+from maxlib.weights import Computed, Field, Fields, Table, Weight, fields, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +115,6 @@ class Qwen2Vision(PatchEncoder):
 _RELEASED = {"vision_config.in_chans": 3, "vision_config.spatial_patch_size": lambda c: c.patch_size}
 
 
-def _mlp_ratio(hf: HFConfig, c: Any) -> int:
-    return hf.nested("vision_config").take("mlp_ratio", 4) * c.dim
-
-
 def _write_mlp_ratio(width: int, cfg: Vision) -> dict[str, Any]:
     if width % cfg.dim:
         raise ValueError(f"Qwen2-VL's encoder needs an mlp_dim that is a multiple of dim, got {width} and {cfg.dim}")
@@ -129,7 +125,7 @@ WITHOUT_WINDOWS = Fields(
     Vision,
     [
         *fields.under("vision_config", [Field("dim", "embed_dim"), *PATCHES]),
-        Computed("mlp_dim", _mlp_ratio, _write_mlp_ratio),
+        Computed("mlp_dim", lambda hf, c: hf.nested("vision_config").take("mlp_ratio", 4) * c.dim, _write_mlp_ratio),
         fields.axial_theta(10_000.0),
         *PLACEHOLDERS,
     ],

@@ -174,7 +174,7 @@ FIELDS = Fields(
         "audio_config.scale_embedding": False,
     },
     fixed_if_present={"audio_config.num_hidden_layers": lambda c: c.num_layers},
-    # A length of the table of positions of which a chunk uses 13, how many chunks are convolved at once, and dropout.
+    # The length of a table of positions (a chunk uses 13), the number of chunks convolved at once, and dropout.
     ignored=[f"audio_config.{name}" for name in ("max_source_positions", "conv_chunksize", "activation_dropout")],
     absent={"positions_per_second": 25, "audio_token": 151_646, "start_token": 151_647},
 )

@@ -82,6 +82,11 @@ class DeepstackSizes(AttentionSizes):
         """The rotary embedding of all layers."""
         return ops.MRope(self.rope, self.sections)
 
+    @property
+    def has_features(self) -> list[bool]:
+        """Whether each layer gets features of images; those that do are scanned by themselves."""
+        return [i < len(self.vision.deepstack) for i in range(self.num_layers)]
+
 
 class Block(nn.vision.EncoderBlock):
     """Pre-norm layer in which each patch attends to all of its image; it may report what it returns as `kept`."""

@@ -17,7 +17,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of every decoder; `fields.DECODER` says where config.json has them, and `num_heads` is beside them."""
+    """Sizes of every decoder. `fields.DECODER` says where config.json has them, but for `num_heads`."""
 
     vocab: int  # V
     num_layers: int
@@ -37,10 +37,25 @@ class AttentionSizes(Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SectionSizes(AttentionSizes):
+    """Sizes of a decoder whose heads have a section for time, one for rows and one for columns (M-RoPE)."""
+
+    sections: tuple[int, ...]  # rotated pairs of a head that turn by time, row and column
+
+    def __post_init__(self):
+        self.mrope  # noqa: B018  # its sections are checked
+
+    @property
+    def mrope(self) -> ops.MRope:
+        """The rotary embedding of all layers."""
+        return ops.MRope(self.rope, self.sections, alternating=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WindowSizes(AttentionSizes):
     """Sizes of a decoder some of whose layers have a sliding window."""
 
-    period: ClassVar[int] = 1  # usually every so many layers one is FULL, the others are SLIDING
+    period: ClassVar[int] = 1  # without `layer_types` every `period`-th layer is FULL, the others are SLIDING
 
     layer_types: tuple[str, ...] | None = None  # FULL or SLIDING for each layer; None: the usual ones
     window: int | None = None  # of the sliding layers
@@ -61,16 +76,18 @@ class WindowSizes(AttentionSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class RotatedWindowSizes(WindowSizes):
-    """Layers with windows, of which alone the heads are rotated, and full ones; without a window all are full ones."""
+    """Sizes of a decoder that rotates heads only in layers with a window; without a window, all layers are full and
+    rotate.
+    """
 
     @property
     def types(self) -> tuple[str, ...]:
-        """FULL or SLIDING for each layer: usually every fourth is FULL, and without a window all are."""
+        """FULL or SLIDING for each layer. Without `layer_types` every fourth is FULL, or all if there is no window."""
         return self.layer_types or every(1 if self.window is None else 4, self.num_layers, SLIDING, FULL)
 
     @property
     def kinds(self) -> tuple[tuple[ops.Mask, Rope | None], ...]:
-        """The mask and the rotation of each layer; in models with a window, full layers are not rotated."""
+        """The mask and the rope of each layer; in models with a window, full layers have no rope."""
         full = ops.Causal(), self.rope if self.window is None else None
         return tuple((causal(self.window), self.rope) if kind == SLIDING else full for kind in self.types)
 
@@ -87,7 +104,7 @@ class LatentSizes(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class RotatedLatentSizes(LatentSizes):
-    """The same with a rotation of the part of keys that all heads share."""
+    """Sizes of latent attention with RoPE, which rotates the part of a key that all heads share."""
 
     rope: Rope
 
@@ -130,7 +147,9 @@ class RouterSizes(SparseSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes(Sizes, RouterSizes):
-    """Sizes of a decoder with DeepSeek's experts: shared ones too, and first layers without."""
+    """Sizes of a decoder with DeepSeek's experts, in all layers but the first `num_dense`; every token uses the shared
+    experts.
+    """
 
     num_dense: int  # number of first layers with a plain MLP
     mlp_dim: int
@@ -176,11 +195,20 @@ class MambaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamSizes:
+    """Sizes of a residual of several streams (`nn.HyperConnection`, `STREAMS`)."""
+
+    streams: int = 4
+    sinkhorn_steps: int = 20
+    stream_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
 class MTPSizes:
     """Numbers of multi-token prediction modules."""
 
     num_mtp: int = 0  # modules (`predict_ahead`) to build
-    stored_mtp: int = field(default=0, compare=False)  # how many the checkpoint has; those not built are skipped
+    stored_mtp: int = field(default=0, compare=False)  # modules in the checkpoint; those not built are not read
 
 
 def causal(window: int | None) -> ops.Mask:
@@ -233,6 +261,12 @@ def kimi_delta_attention(a_log: str, at: dict[str, int] | None = None) -> list[W
     return table
 
 
+def hyper_connection(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weights of a hyper-connection, or of the head that reads its streams."""
+    parts = {"fn": "mix.w", "base": "bias", "scale": "scale"}
+    return [Weight(f"{hf_name}_{name}", f"{path}.{part}") for name, part in parts.items()]
+
+
 def delta_net_names(cfg: DeltaSizes) -> list[Weight]:
     """Lists the weights of gated DeltaNet with the names of Qwen3.5."""
     keys, values = (cfg.num_key_heads, cfg.key_dim), (cfg.num_value_heads, cfg.value_dim)
@@ -255,6 +289,12 @@ MIXED = (
     Field("renormalize", "norm_topk_prob"),
     Field("sparse_step", "decoder_sparse_step"),
     Field("dense_layers", "mlp_only_layers"),
+)
+
+STREAMS = (
+    Field("streams", "hc_mult"),
+    Field("sinkhorn_steps", "hc_sinkhorn_iters"),
+    Field("stream_eps", "hc_eps"),
 )
 
 # Mamba-2, in the names of Granite 4 and Falcon-H1, without the number of heads.
@@ -299,5 +339,5 @@ def by_interval(*types: str) -> Callable[[HFConfig, Any], tuple[str, ...]]:
 
 
 def every(period: int, num_layers: int, usual: str, other: str) -> tuple[str, ...]:
-    """Returns the types of layers of which every `period`th is `other`."""
+    """Returns the type of each layer: every `period`th is `other`, all others are `usual`."""
     return tuple(usual if (i + 1) % period else other for i in range(num_layers))

@@ -38,7 +38,7 @@ class Block(PreNorm):
 
 
 class AFMoE(TextDecoder):
-    """Trinity: 26B parameters, of which a token uses 3B."""
+    """Trinity: 26B parameters (3B active)."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         kinds = [(mask, rope, dense) for (mask, rope), dense in zip(cfg.kinds, cfg.dense, strict=True)]

@@ -24,10 +24,10 @@ class Config(WindowSizes):
     @property
     def types(self) -> tuple[str, ...]:
         """FULL or SLIDING for each layer."""
-        return self.layer_types or _usual(self)
+        return self.layer_types or _usual_types(self)
 
 
-def _usual(c: Any) -> tuple[str, ...]:
+def _usual_types(c: Any) -> tuple[str, ...]:
     return tuple(SLIDING if i % 4 else FULL for i in range(c.num_layers))
 
 
@@ -55,7 +55,7 @@ FIELDS = Fields(
         *DECODER,
         # Without any of its fields the rope is the released one, as in transformers.
         fields.rope(default_theta=1_000_000.0, default_length=131_072, default_scaling=_SCALING),
-        fields.layer_types(FULL, SLIDING, usual=_usual),
+        fields.layer_types(FULL, SLIDING, usual=_usual_types),
         fields.WINDOW,
     ],
     model_types={"cwm": "CwmForCausalLM"},

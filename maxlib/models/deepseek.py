@@ -48,8 +48,7 @@ class Block(PreNorm):
 
 def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
     # Experts form groups, one per node; a token uses the k best experts of the best groups only, which limits traffic.
-    best = 1 if cfg.version == 2 else 2
-    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, scores_per_group=best)
+    groups = nn.router.GroupLimit(cfg.num_groups, cfg.top_groups, scores_per_group=1 if cfg.version == 2 else 2)
     router = nn.Router(
         cfg.dim,
         cfg.num_experts,
@@ -74,12 +73,15 @@ class DeepSeek(TextDecoder):
         self.mtp = nnx.List([nn.mtp.MTP(cfg.dim, block=block, eps=cfg.norm_eps, rngs=rngs) for block in blocks])
 
 
+# In the functions below `hf` has the fields of config.json, and `c` the sizes read so far.
+
 # The only values that each version supports. V2 with norm_topk_prob=True is refused, because the implementations of
 # transformers and of DeepSeek disagree about it.
 _FIXED = {
     2: {"scoring_func": "softmax", "norm_topk_prob": False},
     3: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
+# V2 always rotates neighbouring dimensions together; V3's config.json says whether it does.
 _ROPES = {2: fields.latent_rope(interleaved=True), 3: fields.latent_rope()}
 
 

@@ -11,15 +11,15 @@ from jaxtyping import Array, Float
 
 from maxlib import nn, ops
 from maxlib.models import _deepseek_v4_files as files
-from maxlib.models._layers import TextDecoder
-from maxlib.models._sizes import SLIDING, MTPSizes, Sizes
+from maxlib.models._layers import TextDecoder, hyper_connection
+from maxlib.models._sizes import SLIDING, STREAMS, MTPSizes, Sizes, StreamSizes
 from maxlib.weights import Family, Field, Fields, fields
 
 SPARSE, HEAVY = files.SPARSE, files.HEAVY
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Sizes, MTPSizes):
+class Config(Sizes, StreamSizes, MTPSizes):
     """Sizes of a DeepSeek V4; `PRESETS` has the published ones."""
 
     head_dim: int  # H
@@ -41,9 +41,6 @@ class Config(Sizes, MTPSizes):
     num_hash: int = 3  # first layers, whose experts the token's id chooses
     routed_scale: float = 1.5
     act_limit: float = 10.0
-    streams: int = 4
-    sinkhorn_steps: int = 20
-    stream_eps: float = 1e-6
     losses: tuple[Any, ...] = ()  # router losses for training
     index_loss: nn.IndexLoss | None = None  # trains the indexers
 
@@ -61,10 +58,10 @@ class Block(nn.Layer):
     """Layer of compressed attention and experts, each of which reads, writes and mixes the streams `B T n D`."""
 
     def __init__(self, cfg: Config, kind: str, hashed: bool, *, rngs: nnx.Rngs):
-        self.attn_streams = _connection(cfg, rngs=rngs)
+        self.attn_streams = hyper_connection(cfg, rngs=rngs)
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn = _attention(cfg, kind, rngs=rngs)
-        self.mlp_streams = _connection(cfg, rngs=rngs)
+        self.mlp_streams = hyper_connection(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.moe = _experts(cfg, hashed=hashed, rngs=rngs)
 
@@ -75,17 +72,6 @@ class Block(nn.Layer):
         h, mix = self.mlp_streams.read(x)
         h, aux = self.moe(self.mlp_norm(h), ctx)
         return self.mlp_streams.write(x, h, mix, "mlp"), cache, aux | loss
-
-
-def _connection(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperConnection:
-    return nn.HyperConnection(
-        cfg.dim,
-        streams=cfg.streams,
-        sinkhorn_steps=cfg.sinkhorn_steps,
-        eps=cfg.stream_eps,
-        norm_eps=cfg.norm_eps,
-        rngs=rngs,
-    )
 
 
 def _attention(cfg: Config, kind: str, *, rngs: nnx.Rngs) -> nn.CompressedAttention:
@@ -201,9 +187,7 @@ FIELDS = Fields(
         *fields.DEEPSEEK_EXPERTS,
         files.NUM_HASH,
         Field("act_limit", "swiglu_limit"),
-        Field("streams", "hc_mult"),
-        Field("sinkhorn_steps", "hc_sinkhorn_iters"),
-        Field("stream_eps", "hc_eps"),
+        *STREAMS,
         fields.mtp(absent=1),
     ],
     model_types={"deepseek_v4": "DeepseekV4ForCausalLM"},

@@ -33,7 +33,7 @@ class Block(PreNorm):
 
 
 class Dots1(TextDecoder):
-    """dots.llm1: 142B parameters, of which a token uses 14B."""
+    """dots.llm1: 142B parameters (14B active)."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         def block(kind: tuple[ops.Mask, bool], rngs: nnx.Rngs) -> Block:

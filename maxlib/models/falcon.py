@@ -68,10 +68,6 @@ def _read_two_norms(hf: HFConfig, c: Any) -> bool:
     return hf.require("num_ln_in_parallel_attn", *((2, 1, None) if c.grouped else (None, 1))) == 2
 
 
-def _write_two_norms(value: bool, cfg: Config) -> dict[str, Any]:
-    return {"num_ln_in_parallel_attn": 2 if value else 1}
-
-
 FIELDS = Fields(
     Config,
     [
@@ -80,7 +76,7 @@ FIELDS = Fields(
         Field("num_heads", "num_attention_heads"),
         Field("grouped", "new_decoder_architecture"),
         Computed("num_kv_heads", _read_kv_heads, _write_kv_heads),
-        Computed("two_norms", _read_two_norms, _write_two_norms),
+        Computed("two_norms", _read_two_norms, lambda value, cfg: {"num_ln_in_parallel_attn": 2 if value else 1}),
         fields.EQUAL_HEADS,
         fields.rope(default_length=2048),
         Field("bias"),

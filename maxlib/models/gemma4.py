@@ -118,7 +118,7 @@ def _per_layer_embed(cfg: Config, *, rngs: nnx.Rngs) -> nn.per_layer.PerLayerEmb
 
 
 class Gemma4(nn.Decoder):
-    """Gemma 4: global layers have wider heads, of which a quarter is rotated; E models add a vector to every layer.
+    """Gemma 4: global layers have wider heads and rotate a quarter of each; E models add a vector to every layer.
 
     With `cfg.vision` it reads images, with `cfg.audio` sound; their tokens count as positions like any other.
     """

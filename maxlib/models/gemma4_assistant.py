@@ -75,7 +75,7 @@ class ClusteredHead(nnx.Module):
         self.top = top
 
     def __call__(self, hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-        """Returns the scores, of which those of all other tokens are one less than the lowest.
+        """Returns the scores; tokens of all other clusters get one less than the lowest.
 
         Args:
             hidden: Hidden states.

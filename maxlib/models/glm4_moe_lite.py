@@ -19,7 +19,7 @@ class Config(deepseek.Config):
 
 
 class GLM4MoELite(deepseek.DeepSeek):
-    """GLM-4.7-Flash: 30B parameters of which a token uses 3B, with a cache of 576 numbers per token and layer."""
+    """GLM-4.7-Flash: 30B parameters (3B active), with a cache of 576 numbers per token and layer."""
 
 
 FIELDS = Fields(

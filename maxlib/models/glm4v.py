@@ -9,11 +9,11 @@ from typing import Any
 
 from flax import nnx
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _glm_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._qwen_vision import sections
-from maxlib.models._sizes import AttentionSizes
+from maxlib.models._sizes import SectionSizes
 from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Family, Fields, Multimodal, Table, fields, names
@@ -23,21 +23,13 @@ SECTIONS = (8, 12, 12)  # of M-RoPE: pairs of a head that turn by time, row and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(SectionSizes):
     """Sizes of a GLM-4.1V; `PRESETS` has the published ones."""
 
     mlp_dim: int
     sections: tuple[int, ...] = SECTIONS
     norm_eps: float = 1e-5
     vision: Vision
-
-    def __post_init__(self):
-        self.mrope  # noqa: B018  # its sections are checked
-
-    @property
-    def mrope(self) -> ops.MRope:
-        """The rotary embedding of all layers."""
-        return ops.MRope(self.rope, self.sections, alternating=False)
 
 
 class Block(PreNorm):

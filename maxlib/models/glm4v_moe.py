@@ -8,11 +8,11 @@ from typing import Any
 
 from flax import nnx
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _glm_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention, deepseek_experts
 from maxlib.models._qwen_vision import sections
-from maxlib.models._sizes import AttentionSizes, ExpertSizes
+from maxlib.models._sizes import ExpertSizes, SectionSizes
 from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Family, Field, Fields, Multimodal, Table, fields, names
@@ -22,21 +22,13 @@ SECTIONS = (8, 12, 12)  # of M-RoPE: pairs of a head that turn by time, row and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes, ExpertSizes):
+class Config(SectionSizes, ExpertSizes):
     """Sizes of a GLM-4.5V; `PRESETS` has the published ones."""
 
     sections: tuple[int, ...] = SECTIONS
     norm_eps: float = 1e-5
     attention_bias: bool = True
     vision: Vision
-
-    def __post_init__(self):
-        self.mrope  # noqa: B018  # its sections are checked
-
-    @property
-    def mrope(self) -> ops.MRope:
-        """The rotary embedding of all layers."""
-        return ops.MRope(self.rope, self.sections, alternating=False)
 
 
 class Block(PreNorm):

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from maxlib import nn, ops
 from maxlib.models import _glm5_next_files as files
 from maxlib.models import _glm_vision as vision
-from maxlib.models._layers import TextDecoder, kimi_delta_attention, latent_attention, sigmoid_router
-from maxlib.models._sizes import ExpertSizes, KimiDeltaSizes, LatentSizes
+from maxlib.models._layers import TextDecoder, hyper_connection, kimi_delta_attention, latent_attention, sigmoid_router
+from maxlib.models._sizes import STREAMS, ExpertSizes, KimiDeltaSizes, LatentSizes, StreamSizes
 from maxlib.models._vision import PatchReader
 from maxlib.weights import Family, Field, Fields, Multimodal, fields
 
@@ -20,7 +20,7 @@ LINEAR, INDEXED = files.LINEAR, files.INDEXED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ExpertSizes, KimiDeltaSizes, LatentSizes):
+class Config(ExpertSizes, KimiDeltaSizes, LatentSizes, StreamSizes):
     """Sizes of a GLM-5.3-Flash; `PRESETS` has the published one."""
 
     layer_types: tuple[str, ...] | None = None  # LINEAR or INDEXED for each layer; None: every fourth is INDEXED
@@ -31,9 +31,6 @@ class Config(ExpertSizes, KimiDeltaSizes, LatentSizes):
     index_top: int  # keys of the pools that a query attends to
     pool: int = 16
     act_limit: float = 10.0
-    streams: int = 4
-    sinkhorn_steps: int = 20
-    stream_eps: float = 1e-6
     norm_eps: float = 1e-5
     max_length: int = 1_048_576
     vision: Vision
@@ -55,11 +52,11 @@ class Block(nn.Layer):
     """Linear or latent attention, and an MLP or experts, each of which reads and mixes the streams `B T n D`."""
 
     def __init__(self, cfg: Config, kind: str, dense: bool, *, rngs: nnx.Rngs):
-        self.attn_streams = _connection(cfg, rngs=rngs)
+        self.attn_streams = hyper_connection(cfg, rngs=rngs)
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn: Any = _latent(cfg, rngs=rngs) if kind == INDEXED else None
         self.delta: Any = kimi_delta_attention(cfg, lower_bound=cfg.lower_bound, rngs=rngs) if kind == LINEAR else None
-        self.mlp_streams = _connection(cfg, rngs=rngs)
+        self.mlp_streams = hyper_connection(cfg, rngs=rngs)
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, limit=cfg.act_limit, rngs=rngs) if dense else None
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
@@ -76,17 +73,6 @@ class Block(nn.Layer):
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> Any:
         """Returns the mixer's empty cache."""
         return (self.attn or self.delta).init_cache(batch, capacity, dtype)
-
-
-def _connection(cfg: Config, *, rngs: nnx.Rngs) -> nn.HyperConnection:
-    return nn.HyperConnection(
-        cfg.dim,
-        streams=cfg.streams,
-        sinkhorn_steps=cfg.sinkhorn_steps,
-        eps=cfg.stream_eps,
-        norm_eps=cfg.norm_eps,
-        rngs=rngs,
-    )
 
 
 def _latent(cfg: Config, *, rngs: nnx.Rngs) -> nn.SparseMLA:
@@ -160,9 +146,7 @@ TEXT = Fields(
         Field("index_top", "index_topk"),
         Field("pool", "index_kpool"),
         Field("act_limit", "swiglu_limit"),
-        Field("streams", "hc_mult"),
-        Field("sinkhorn_steps", "hc_sinkhorn_iters"),
-        Field("stream_eps", "hc_eps"),
+        *STREAMS,
         Field("max_length", "max_position_embeddings"),
     ],
     model_types={"glm5_next_text": "Glm5NextTextModel"},

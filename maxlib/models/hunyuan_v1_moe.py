@@ -36,7 +36,7 @@ class Block(PreNorm):
 
 
 class HunyuanMoE(TextDecoder):
-    """Hunyuan-A13B: 80B parameters, of which a token uses 13B."""
+    """Hunyuan-A13B: 80B parameters (13B active)."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)

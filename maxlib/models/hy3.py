@@ -36,7 +36,7 @@ class Block(PreNorm):
 
 
 class Hy3(TextDecoder):
-    """Hy3: 295B parameters, of which a token uses 21B; a rope with theta 11,158,840 for 256k tokens."""
+    """Hy3: 295B parameters (21B active); a rope with theta 11,158,840 for 256k tokens."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda dense, rngs: Block(cfg, dense=dense, rngs=rngs), cfg.dense, rngs=rngs)

@@ -90,6 +90,7 @@ class Llama(nn.Decoder):
 
 
 # Which field of config.json has each size. One that is missing there has the default above, or the one in `absent`.
+# A field in `fixed` must have the value that stands there; anything else is an error.
 FIELDS = Fields(
     Config,
     [

@@ -45,7 +45,7 @@ class Config(AttentionSizes, SparseSizes):
     @property
     def layers(self) -> "tuple[Kind, ...]":
         """The kind of each layer."""
-        return _usual(self) if self.kinds is None else self.kinds
+        return _usual_kinds(self) if self.kinds is None else self.kinds
 
 
 class Block(PreNorm):
@@ -80,7 +80,7 @@ class Kind(NamedTuple):
     sparse: bool
 
 
-def _usual(cfg: Any) -> tuple[Kind, ...]:
+def _usual_kinds(cfg: Any) -> tuple[Kind, ...]:
     numbers = range(1, cfg.num_layers + 1)
     return tuple(Kind(LOCAL if n % 4 else GLOBAL, n % 4 != 0, n % cfg.moe_every == 0) for n in numbers)
 
@@ -126,7 +126,7 @@ class Llama4(TextDecoder):
 
 def _read_kinds(hf: HFConfig, c: Any) -> tuple[Kind, ...] | None:
     """Reads what config.json says of single layers; each of the three lists may be left out."""
-    every, layers, usual = hf.take("no_rope_layer_interval", 4), range(c.num_layers), _usual(c)
+    every, layers, usual = hf.take("no_rope_layer_interval", 4), range(c.num_layers), _usual_kinds(c)
     rotated = hf.take("no_rope_layers", [], kind=list)[: c.num_layers] or [(i + 1) % every for i in layers]
     types = hf.layer_types(c.num_layers, LOCAL, GLOBAL) or [LOCAL if turned else GLOBAL for turned in rotated]
     sparse = hf.take("moe_layers", [i for i in layers if usual[i].sparse], kind=list)

@@ -42,7 +42,7 @@ class Config(AttentionSizes, RouterSizes):
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
         """FULL or SLIDING, and dense or not, for each layer."""
-        types = self.layer_types or _usual(self)
+        types = self.layer_types or _usual_types(self)
         return tuple((kind, i < self.num_dense) for i, kind in enumerate(types))
 
 
@@ -70,7 +70,7 @@ class Block(PreNorm):
         self.moe: Any = None if dense else _experts(cfg, rngs=rngs)
 
 
-def _usual(c: Any) -> tuple[str, ...]:
+def _usual_types(c: Any) -> tuple[str, ...]:
     return tuple(SLIDING if i and (i + 1) % 6 else FULL for i in range(c.num_layers))
 
 
@@ -103,7 +103,7 @@ def _by_pattern(hf: HFConfig, c: Any) -> tuple[str, ...]:
     """Reads the layers of the release's config: 1 has a window."""
     pattern = hf.take("hybrid_layer_pattern", None, kind=list)
     if pattern is None:
-        return _usual(c)
+        return _usual_types(c)
     if len(pattern) != c.num_layers or not set(pattern) <= {0, 1}:
         raise ValueError(
             f"{hf.where('hybrid_layer_pattern')} must give 0 or 1 for each of the {c.num_layers} layers "
@@ -146,7 +146,7 @@ FIELDS = Fields(
             default_fraction=0.334,
         ),
         Computed("window", _read_window, lambda window, cfg: {"sliding_window": window}),
-        fields.layer_types(FULL, SLIDING, usual=_usual, absent=_by_pattern),
+        fields.layer_types(FULL, SLIDING, usual=_usual_types, absent=_by_pattern),
         *fields.GROUPS,
         fields.ATTENTION_BIAS,
     ],

@@ -62,7 +62,7 @@ def _experts(cfg: Config, *, rngs: nnx.Rngs) -> nn.MoE:
 
 
 class Mistral4(PatchReader, TextDecoder):
-    """Mistral Small 4: 119B parameters of which a token uses 7B, with a cache of 320 numbers per token and layer.
+    """Mistral Small 4: 119B parameters (7B active), with a cache of 320 numbers per token and layer.
 
     With `cfg.vision` it reads images of any size; their tokens count like those of text.
     """

@@ -65,17 +65,17 @@ class Block(PreNorm):
 def _masks_and_ropes(cfg: Config) -> tuple[tuple[ops.Mask, Rope | None], ...]:
     """Returns the mask and the rotation of each layer."""
     masks = {FULL: causal(None), SLIDING: causal(cfg.window)}
-    types, rotated = cfg.layer_types or _usual(cfg), cfg.rotated or _usually_rotated(cfg)
+    types, rotated = cfg.layer_types or _usual_types(cfg), cfg.rotated or _usually_rotated(cfg)
     return tuple((masks[kind], cfg.rope if turned else None) for kind, turned in zip(types, rotated, strict=True))
 
 
-def _usual(c: Any) -> tuple[str, ...]:
+def _usual_types(c: Any) -> tuple[str, ...]:
     """Returns the types of layers: every fourth, counted from the last, is full."""
     return tuple(SLIDING if (c.num_layers - 1 - i) % 4 else FULL for i in range(c.num_layers))
 
 
 def _usually_rotated(c: Any) -> tuple[bool, ...]:
-    return tuple(kind == SLIDING for kind in _usual(c))
+    return tuple(kind == SLIDING for kind in _usual_types(c))
 
 
 class MuseGlimmer(PatchReader, TextDecoder):
@@ -120,7 +120,7 @@ TEXT = Fields(
         fields.rope(),
         Computed("rotated", _read_rotated, _write_rotated),
         fields.WINDOW,
-        fields.layer_types(FULL, SLIDING, usual=_usual),
+        fields.layer_types(FULL, SLIDING, usual=_usual_types),
         Field("query_scale", "qk_scale_factor"),
         Field("logit_scale", "output_multiplier"),
         Field("final_softcap", "final_logit_softcapping"),

@@ -67,7 +67,7 @@ def _norm(cfg: Config, heads: int) -> nn.norm.HeadsRMSNorm:
 
 
 class OLMoE(TextDecoder):
-    """OLMoE: 7B parameters, of which a token uses 1B; weights, data and code are open."""
+    """OLMoE: 7B parameters (1B active); weights, data and code are open."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.num_layers, rngs=rngs)

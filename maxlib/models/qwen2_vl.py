@@ -9,10 +9,10 @@ from typing import Any
 
 from flax import nnx
 
-from maxlib import nn, ops
+from maxlib import nn
 from maxlib.models import _qwen2_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
-from maxlib.models._sizes import AttentionSizes
+from maxlib.models._sizes import SectionSizes
 from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Family, Fields, HFConfig, Multimodal, Renamed, Table, fields, names
@@ -22,20 +22,12 @@ SECTIONS = (16, 24, 24)  # of M-RoPE: pairs of a head that turn by time, row and
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionSizes):
+class Config(SectionSizes):
     """Sizes of a Qwen2-VL; `PRESETS` has the published ones. With windows in its encoder it is a Qwen2.5-VL."""
 
     mlp_dim: int
     sections: tuple[int, ...] = SECTIONS
     vision: Vision
-
-    def __post_init__(self):
-        self.mrope  # noqa: B018  # its sections are checked
-
-    @property
-    def mrope(self) -> ops.MRope:
-        """The rotary embedding of all layers."""
-        return ops.MRope(self.rope, self.sections, alternating=False)
 
 
 class Block(PreNorm):
@@ -59,7 +51,7 @@ class Qwen2VL(PatchReader, TextDecoder):
 PLAIN, WINDOWED = "qwen2_vl", "qwen2_5_vl"
 
 
-def _kind(cfg: Any) -> str:
+def _model_type(cfg: Any) -> str:
     return PLAIN if cfg.vision.window is None else WINDOWED
 
 
@@ -104,7 +96,7 @@ TEXT = Fields(
         Computed("sections", _read_sections, lambda value, cfg: {}),
     ],
     model_types={f"{kind}_text": f"{name}TextModel" for kind, name in ((PLAIN, "Qwen2VL"), (WINDOWED, "Qwen2_5_VL"))},
-    model_type=lambda cfg: f"{_kind(cfg)}_text",
+    model_type=lambda cfg: f"{_model_type(cfg)}_text",
     fixed={"hidden_act": "silu"},
     # With windows, versions of transformers disagree on which layers slide; no release has them.
     fixed_if_present={"layer_types": lambda c: ["full_attention"] * c.num_layers},
@@ -149,7 +141,7 @@ class _Fields(Multimodal):
         written = super().write(cfg)
         # Qwen2-VL calls the width of the text `hidden_size` of the encoder, too.
         width = "hidden_size" if cfg.vision.window is None else "out_hidden_size"
-        written["vision_config"] |= {width: cfg.dim, "model_type": f"{_kind(cfg)}_vision"}
+        written["vision_config"] |= {width: cfg.dim, "model_type": f"{_model_type(cfg)}_vision"}
         return written
 
 
@@ -157,9 +149,12 @@ FIELDS = _Fields(
     TEXT,
     {"vision": _VisionFields()},
     model_types={PLAIN: "Qwen2VLForConditionalGeneration", WINDOWED: "Qwen2_5_VLForConditionalGeneration"},
-    model_type=_kind,
+    model_type=_model_type,
     fixed_if_present={
-        "vision_config.model_type": lambda c: (f"{_kind(c)}_vision", _kind(c)),  # the second as first written
+        "vision_config.model_type": lambda c: (
+            f"{_model_type(c)}_vision",
+            _model_type(c),
+        ),  # the second as first written
         "vision_config.out_hidden_size": lambda c: c.dim,
         "vision_config.hidden_size": lambda c: c.dim if c.vision.window is None else c.vision.dim,
     },

@@ -29,8 +29,7 @@ SECTIONS = (11, 11, 10)  # rotated pairs of a head that M-RoPE turns by time, by
 class Config(AttentionSizes, DeltaSizes, MTPSizes):
     """Sizes of a Qwen3.5; `PRESETS` has the published ones, `_sizes.py` the fields that other families have too.
 
-    A model has an MLP in every layer (`mlp_dim`) or experts (the next four fields). Checkpoints with a vision encoder
-    keep the sizes of text in `text_config`.
+    A model has an MLP in every layer (`mlp_dim`) or experts in every layer (the next four fields).
     """
 
     mlp_dim: int | None = None
@@ -38,7 +37,7 @@ class Config(AttentionSizes, DeltaSizes, MTPSizes):
     shared_dim: int | None = None
     num_experts: int | None = None
     top_k: int | None = None
-    renormalize: ClassVar[bool] = True
+    renormalize: ClassVar[bool] = True  # the weights of a token's experts sum to one, in every Qwen3.5
     sections: tuple[int, ...] = SECTIONS
     num_key_heads: int = 16
     key_dim: int = 128
@@ -77,13 +76,14 @@ def _rotary(cfg: Config) -> Rope | ops.MRope:
     return cfg.rope if cfg.vision is None else ops.MRope(cfg.rope, cfg.sections)
 
 
-def _usual(c: Any) -> tuple[str, ...]:
+def _usual_types(c: Any) -> tuple[str, ...]:
     """Returns the types of layers in the releases: every fourth has full attention."""
     return every(4, c.num_layers, LINEAR, FULL)
 
 
 def _attention(cfg: Config, *, rngs: nnx.Rngs) -> nn.Attention:
-    # The rope rotates the first quarter of each head; the output gate has one value per head and dimension.
+    # The rope rotates the first quarter of each head. The output of attention, [B, T, N, H], is multiplied by the
+    # sigmoid of a projection of x to the same shape.
     return attention(
         cfg,
         rope=_rotary(cfg),
@@ -106,7 +106,7 @@ class Qwen35(PatchReader, TextDecoder):
         super().__init__(
             cfg,
             lambda kind, rngs: Block(cfg, kind, rngs=rngs),
-            cfg.layer_types or _usual(cfg),
+            cfg.layer_types or _usual_types(cfg),
             plus_one=True,
             rngs=rngs,
         )
@@ -128,7 +128,7 @@ def _is_sparse(c: Any) -> bool:
     return c.model_type == f"{SPARSE}_text"
 
 
-def _kind(cfg: Any) -> str:
+def _model_type(cfg: Any) -> str:
     return DENSE if cfg.num_experts is None else SPARSE
 
 
@@ -145,26 +145,28 @@ TEXT = Fields(
         fields.rope(partial=True, default_fraction=0.25),
         vision.sections(SECTIONS),
         *fields.LINEAR_ATTENTION,
-        fields.layer_types(LINEAR, FULL, usual=_usual, absent=by_interval(LINEAR, FULL)),
+        fields.layer_types(LINEAR, FULL, usual=_usual_types, absent=by_interval(LINEAR, FULL)),
         fields.ATTENTION_BIAS,
         fields.mtp(absent=0, hf_name="mtp_num_hidden_layers"),
     ],
     model_types={f"{DENSE}_text": "Qwen3_5ForCausalLM", f"{SPARSE}_text": "Qwen3_5MoeForCausalLM"},
-    model_type=lambda cfg: f"{_kind(cfg)}_text",
+    model_type=lambda cfg: f"{_model_type(cfg)}_text",
     fixed={"hidden_act": "silu"},
     fixed_if_present={"attn_output_gate": True, "mtp_use_dedicated_embeddings": False},
     ignored=["mamba_ssm_dtype"],  # the dtype of the state
     absent={"head_dim": 256, "num_value_heads": 32},
 )
+# The config.json of a vision model has the sizes of text in `text_config`, those of its encoder in `vision_config`.
 FIELDS = Multimodal(
     TEXT,
     {"vision": vision.FIELDS},
     model_types={DENSE: "Qwen3_5ForConditionalGeneration", SPARSE: "Qwen3_5MoeForConditionalGeneration"},
-    model_type=_kind,
+    model_type=_model_type,
     fixed={
+        # Any of these is read, and the first is written. The first releases have no "_vision".
         "vision_config.model_type": lambda c: (
-            *(f"{_kind(c)}_vision", f"{DENSE}_vision", f"{SPARSE}_vision"),
-            *(DENSE, SPARSE),  # in the first releases
+            *(f"{_model_type(c)}_vision", f"{DENSE}_vision", f"{SPARSE}_vision"),
+            *(DENSE, SPARSE),
         ),
         "vision_config.out_hidden_size": lambda c: c.dim,
     },
@@ -175,18 +177,17 @@ def _table(cfg: Config) -> Table:
     # Entries for parts that a layer lacks (attention or DeltaNet, experts or an MLP) are ignored.
     layer = [*names.NORMS, *names.gated_attention(cfg.head_dim), *delta_net_names(cfg)]
     layer += [*names.MLP, *names.EXPERTS, *names.GATED_SHARED_EXPERT]
-    ahead = names.qwen_mtp_table(layer, used=cfg.num_mtp)
+    mtp = names.qwen_mtp_table(layer, used=cfg.num_mtp)
     if cfg.vision is None:
         # A text model can also be loaded from a vision model's checkpoint.
         without_vision = [Renamed("model.language_model.", "model."), Ignore("model.visual.*")]
-        return [*names.decoder_table(layer), *names.fused_experts("model"), *without_vision, *ahead]
+        return [*names.decoder_table(layer), *names.fused_experts("model"), *without_vision, *mtp]
     text = "model.language_model"
-    return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), *ahead]
+    return [*names.decoder_table(layer, model=text), *names.fused_experts(text), *vision.table(), *mtp]
 
 
 _VISION = Vision(image_token=248_056, video_token=248_057, start_token=248_053, end_token=248_054)
 _SMALL = replace(_VISION, dim=1024, num_layers=24, mlp_dim=4096)
-
 
 # fmt: off
 _9B = Config(

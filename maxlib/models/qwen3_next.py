@@ -32,7 +32,7 @@ class Config(MixedSizes, DeltaSizes):
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
         """LINEAR or FULL for each layer, and whether it has experts."""
-        return tuple(zip(self.layer_types or _usual(self), self.sparse, strict=True))
+        return tuple(zip(self.layer_types or _usual_types(self), self.sparse, strict=True))
 
 
 class Block(PreNorm):
@@ -48,7 +48,7 @@ class Block(PreNorm):
         self.moe: Any = gated_shared_experts(cfg, rngs=rngs) if sparse else None
 
 
-def _usual(c: Any) -> tuple[str, ...]:
+def _usual_types(c: Any) -> tuple[str, ...]:
     return every(4, c.num_layers, LINEAR, FULL)
 
 
@@ -85,7 +85,7 @@ FIELDS = Fields(
         Field("shared_dim", "shared_expert_intermediate_size"),
         fields.rope(partial=True, default_fraction=0.25),
         *fields.LINEAR_ATTENTION,
-        fields.layer_types(LINEAR, FULL, usual=_usual, absent=by_interval(LINEAR, FULL)),
+        fields.layer_types(LINEAR, FULL, usual=_usual_types, absent=by_interval(LINEAR, FULL)),
         *MIXED,
         fields.ATTENTION_BIAS,
     ],

@@ -11,15 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.models import _qwen3_omni_audio as audio
 from maxlib.models import _qwen_vision as vision
-from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._layers import DeepstackPreNorm, TextDecoder, attention
 from maxlib.models._sizes import SparseSizes
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
 from maxlib.weights import Family, Fields, HFConfig, Ignore, Multimodal, Renamed, Table, fields, names
 
 Audio = audio.Audio
@@ -33,8 +31,8 @@ class Config(vision.DeepstackSizes, SparseSizes):
     audio: Audio
 
 
-class Block(PreNorm):
-    """Qwen3's layer with experts; `added` comes from the image encoder."""
+class Block(DeepstackPreNorm):
+    """Qwen3's layer with experts."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
@@ -45,24 +43,12 @@ class Block(PreNorm):
         router = nn.Router(D, cfg.num_experts, top_k=cfg.top_k, rngs=rngs)
         self.moe = nn.MoE(D, cfg.expert_dim, router=router, losses=cfg.losses, rngs=rngs)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        ctx: nn.Context,
-        cache: Any = None,
-        added: Float[Array, "B T D"] | None = None,
-    ):
-        x, cache, aux = super().__call__(x, ctx, cache)
-        return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux
-
 
 class Qwen3Omni(TextDecoder):
     """Qwen3-Omni's thinker: Qwen3 with experts that sees images and videos, and hears sound."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        # The first layers get features of images, so they are scanned by themselves.
-        has_features = [i < len(cfg.vision.deepstack) for i in range(cfg.num_layers)]
-        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), has_features, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.has_features, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
         self.audio_tower = audio.AudioEncoder(cfg.audio, cfg.dim, rngs=rngs)
 

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
 from maxlib import nn
 from maxlib.models import _qwen_vision as vision
-from maxlib.models._layers import PreNorm, TextDecoder, attention
+from maxlib.models._layers import DeepstackPreNorm, TextDecoder, attention
 from maxlib.models._vision import PatchReader
 from maxlib.ops import Rope
-from maxlib.sharding import constrain
 from maxlib.weights import Computed, Convert, Family, Fields, HFConfig, Multimodal, Table, Weight, fields, names
 
 Vision = vision.Vision
@@ -32,8 +30,8 @@ class Config(vision.DeepstackSizes):
     top_k: int | None = None
 
 
-class Block(PreNorm):
-    """Qwen3's layer, with experts or with an MLP; `added` comes from the image encoder."""
+class Block(DeepstackPreNorm):
+    """Qwen3's layer, with experts or with an MLP."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, bias = cfg.dim, cfg.attention_bias
@@ -42,16 +40,6 @@ class Block(PreNorm):
         self.mlp_norm = nn.RMSNorm(D, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(D, cfg.mlp_dim, rngs=rngs) if cfg.num_experts is None else None
         self.moe: Any = None if cfg.num_experts is None else _experts(cfg, rngs=rngs)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        ctx: nn.Context,
-        cache: Any = None,
-        added: Float[Array, "B T D"] | None = None,
-    ):
-        x, cache, aux = super().__call__(x, ctx, cache)
-        return x if added is None else constrain(x + added, "batch", "seq", "act_embed"), cache, aux
 
 
 def _experts(cfg: Any, *, rngs: nnx.Rngs) -> nn.MoE:
@@ -64,16 +52,14 @@ class Qwen3VL(PatchReader, TextDecoder):
     """Qwen3-VL: Qwen3 that sees images of any size; frames of a video are images with their time in the text before."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        # The first layers get features of images, so they are scanned by themselves.
-        has_features = [i < len(cfg.vision.deepstack) for i in range(cfg.num_layers)]
-        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), has_features, rngs=rngs)
+        super().__init__(cfg, lambda _, rngs: Block(cfg, rngs=rngs), cfg.has_features, rngs=rngs)
         self.tower = vision.QwenVision(cfg.vision, cfg.dim, rngs=rngs)
 
 
 DENSE, SPARSE = "qwen3_vl", "qwen3_vl_moe"
 
 
-def _kind(cfg: Any) -> str:
+def _model_type(cfg: Any) -> str:
     return DENSE if cfg.num_experts is None else SPARSE
 
 
@@ -102,7 +88,7 @@ TEXT = Fields(
         fields.ATTENTION_BIAS,
     ],
     model_types={f"{DENSE}_text": "Qwen3VLTextModel", f"{SPARSE}_text": "Qwen3VLMoeTextModel"},
-    model_type=lambda cfg: f"{_kind(cfg)}_text",
+    model_type=lambda cfg: f"{_model_type(cfg)}_text",
     fixed={"hidden_act": "silu"},
     # transformers renormalises weights of experts whatever the releases say of it.
     fixed_if_present={"norm_topk_prob": True},
@@ -112,9 +98,12 @@ FIELDS = Multimodal(
     TEXT,
     {"vision": replace(vision.FIELDS, absent={"deepstack": fields.REQUIRED})},
     model_types={DENSE: "Qwen3VLForConditionalGeneration", SPARSE: "Qwen3VLMoeForConditionalGeneration"},
-    model_type=_kind,
+    model_type=_model_type,
     fixed={
-        "vision_config.model_type": lambda c: (f"{_kind(c)}_vision", _kind(c)),  # the second as first written
+        "vision_config.model_type": lambda c: (
+            f"{_model_type(c)}_vision",
+            _model_type(c),
+        ),  # the second as first written
         "vision_config.out_hidden_size": lambda c: c.dim,
     },
     tied=False,  # the text's own counts for nothing

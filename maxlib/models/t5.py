@@ -120,19 +120,11 @@ def _read_tied(hf: HFConfig, c: Any) -> bool:
     return hf.take("scale_decoder_outputs", hf.take("tie_word_embeddings", True))
 
 
-def _write_tied(value: bool, cfg: Config) -> dict[str, Any]:
-    return {"tie_word_embeddings": value}
-
-
 def _read_gated(hf: HFConfig, c: Any) -> bool:
     gated = hf.require("feed_forward_proj", "relu", "gated-gelu") == "gated-gelu"
     hf.require("is_gated_act", gated)
     hf.require("dense_act_fn", "gelu_new" if gated else "relu")
     return gated
-
-
-def _write_gated(value: bool, cfg: Config) -> dict[str, Any]:
-    return {"feed_forward_proj": "gated-gelu" if value else "relu"}
 
 
 FIELDS = Fields(
@@ -147,9 +139,9 @@ FIELDS = Fields(
         Field("head_dim", "d_kv"),
         Field("num_buckets", "relative_attention_num_buckets"),
         Field("max_distance", "relative_attention_max_distance"),
-        Computed("gated", _read_gated, _write_gated),
+        Computed("gated", _read_gated, lambda value, cfg: {"feed_forward_proj": "gated-gelu" if value else "relu"}),
         Field("norm_eps", "layer_norm_epsilon"),
-        Computed("tied", _read_tied, _write_tied),
+        Computed("tied", _read_tied, lambda value, cfg: {"tie_word_embeddings": value}),
     ],
     model_types={"t5": "T5ForConditionalGeneration"},
     fixed={"is_encoder_decoder": True, "decoder_start_token_id": 0},

@@ -66,7 +66,7 @@ class DecoderBlock(CrossPreNorm):
 
 
 class AudioEncoder(nnx.Module):
-    """Two convolutions over time, of which the second halves the number of frames, fixed positions, and layers."""
+    """Two convolutions over time, the second with a stride of two; then fixed positions, and layers."""
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         D, axes = cfg.dim, ("filter", "channel", "tap")

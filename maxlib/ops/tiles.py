@@ -3,6 +3,7 @@
 from maxlib.kernels.attention.mosaic_gpu.config import HopperAttentionTiles, HopperLatentTiles
 from maxlib.kernels.grouped_matmul.megablox_tiles import MegabloxTiles
 from maxlib.kernels.grouped_matmul.mosaic_gpu.config import HopperGroupedTiles
+from maxlib.kernels.recurrent.tiles import MosaicTpuTiles
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import ChunkedTiles
 from maxlib.ops._attention.splash import SplashBlock as SplashBlock
@@ -24,6 +25,7 @@ __all__ = [
     "HopperLatentTiles",
     "KimiTiles",
     "MegabloxTiles",
+    "MosaicTpuTiles",
     "SSDTiles",
     "SplashTiles",
     "SplitTiles",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -58,6 +59,8 @@ class Program:
         batch: The inputs as shapes.
         optimizer: The optimizer.
         rows: Rows of the global batch.
+        named: The implementations that the model's layers name, by op: those of the program that is compiled. Counts
+            from shapes assume a CPU, which may not have them.
     """
 
     job: Job
@@ -67,6 +70,7 @@ class Program:
     batch: dict[str, Any]
     optimizer: optax.GradientTransformation
     rows: int
+    named: dict[str, str]
 
     @property
     def mesh(self) -> Any:
@@ -85,8 +89,8 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """Lowers the step for the layout's devices."""
         step = self.job.train_step(self.optimizer)
-        state = self.state
-        # Only here: counts from shapes assume a CPU. cuDNN cannot be compiled without a GPU.
+        state = dataclasses.replace(self.state, rest=_choosing(self.state.rest, self.named))
+        # cuDNN cannot be compiled without a GPU.
         without_gpu = "offline" if parse_target(self.job.target).platform == "cuda" else None
         if (attention := self.job.attention or without_gpu) is not None:
             state = dataclasses.replace(state, rest=nn.with_attention(state.rest, attention))
@@ -175,14 +179,24 @@ def make_program(job: Job) -> Program:
     layout = _layout(job)
     rows = _rows(job, layout)
     model = jax.eval_shape(job.build)
+    chosen = {mixer.op: getattr(mixer, "implementation", None) for mixer in nn.mixer.mixers(model)}
+    named = {op: name for op, name in chosen.items() if op is not None and name is not None}
+    model = _choosing(model, dict.fromkeys(named, None))
     places = sharding.shardings(model, layout)
     optimizer = _optimizer(job, model)
     model = jax.tree.map(lambda x, place: _at(x, place), model, places)
     state, batch = training.abstract_state(model, optimizer, layout=layout), _batch(job, layout, rows)
-    program = Program(job, layout, model, state, batch, optimizer, rows)
+    program = Program(job, layout, model, state, batch, optimizer, rows, named)
     row = {"tokens": jax.ShapeDtypeStruct((1, job.sequence), jnp.int32)}
     check_remat_names(job.remat, state.trainable, state.rest, row)
     return program
+
+
+def _choosing(model: Any, named: Mapping[str, Any]) -> Any:
+    """Chooses the implementations of ops in all layers of a model, by op."""
+    for op, implementation in named.items():
+        model = nn.mixer.with_implementation(model, implementation, op=op)
+    return model
 
 
 def refused(job: Job) -> str | None:

@@ -260,7 +260,7 @@ def _add_config(writer: Any, cfg: Any) -> None:
 
 
 def _add_tokenizer(writer: Any, directory: Path, vocab: int, gguf: Any) -> None:
-    """Adds tokenizer.json, the ids that begin and end a text, and the chat template, as far as there are such."""
+    """Adds tokenizer.json, the ids that begin and end a text, and the chat template, if the directory has them."""
     path = directory / "tokenizer.json"
     if not path.exists():
         return

@@ -211,11 +211,9 @@ def _child(model: Any, path: str) -> Any:
 def _pieces(entry: Weight, place: ParamSlot) -> Iterator[Piece]:
     """Yields a piece for every value of the placeholders, except the layer's."""
     groups, leaf_axes = parse(entry.pattern, len(place.shape))
-    tensor_axes = [a for group in groups for a in group]
+    in_leaf, in_file = {*leaf_axes}, {a for group in groups for a in group}
     counters = [a for a in re.findall(r"\{(\w+)\}", entry.hf_name) if a != "i"]
-    if {*leaf_axes} - {*tensor_axes} != {*counters, *entry.index} or not {*tensor_axes} - {
-        *leaf_axes
-    } <= entry.at.keys() <= {*tensor_axes}:
+    if in_leaf - in_file != {*counters, *entry.index} or not in_file - in_leaf <= entry.at.keys() <= in_file:
         raise ValueError(
             f"{entry}: each axis must be on both sides of the pattern, or on the right with a placeholder of its name, or on "
             "the left with its index in `at`, or on the right with its index in `index`"

@@ -97,11 +97,11 @@ TINY: dict[str, Any] = {
 def values(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     """Adapter tensors by name."""
     random = np.random.RandomState(3)
-    found = {}
+    arrays = {}
     for name in sorted(shapes):
         noise = random.standard_normal(shapes[name]).astype(np.float32)
-        found[name] = 1 + 0.2 * np.abs(noise) if "magnitude" in name else 0.3 * noise
-    return found
+        arrays[name] = 1 + 0.2 * np.abs(noise) if "magnitude" in name else 0.3 * noise
+    return arrays
 
 
 def tokens(vocab: int) -> np.ndarray:
@@ -262,9 +262,9 @@ def write(names: list[str]) -> None:
     GOLDEN.mkdir(exist_ok=True)
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
-            found = theirs(name, Path(scratch))
-        text = json.dumps({key: found[key] for key in ("config", "shapes")}, sort_keys=True)
-        np.savez_compressed(GOLDEN / f"{name}.npz", logits=found["logits"], text=np.array(text))
+            arrays = theirs(name, Path(scratch))
+        text = json.dumps({key: arrays[key] for key in ("config", "shapes")}, sort_keys=True)
+        np.savez_compressed(GOLDEN / f"{name}.npz", logits=arrays["logits"], text=np.array(text))
 
 
 if __name__ == "__main__":

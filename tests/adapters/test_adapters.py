@@ -157,8 +157,8 @@ def test_a_trainer_without_a_filter_trains_factors_only():
     trainer.fit(2)
     before, after = (nn.variables(adapters.base_model(model)) for model in (adapted, trainer.model))
     assert all(np.array_equal(value.get_value(), after[path].get_value()) for path, value in before.items())
-    whole = training.make_state(adapted, optax.sgd(0.1), filter=nn.tree.is_trainable)
-    assert set(whole.trainable) == set(nn.partition(adapted)[0])
+    everything = training.make_state(adapted, optax.sgd(0.1), filter=nn.tree.is_trainable)
+    assert set(everything.trainable) == set(nn.partition(adapted)[0])
 
 
 def training_batch():
@@ -172,8 +172,8 @@ def test_rules_choose_layers_and_give_ranks():
         adapters.Rule(adapters.LoRA(4, 4), kinds=("expert",)),
     ]
     adapted = put_on(model("both"), rules)
-    found = {(row.path.split(".", 2)[2], row.rank) for row in adapters.report(adapted).rows}
-    assert {rank for path, rank in found if "attn" in path} == {2}
+    ranks = {(row.path.split(".", 2)[2], row.rank) for row in adapters.report(adapted).rows}
+    assert {rank for path, rank in ranks if "attn" in path} == {2}
     assert isinstance(adapted.layers[1].mlp.up.matmul, nn.matmul.LowRank)
     assert isinstance(adapted.layers[0].mlp.up.matmul, nn.matmul.PlainMatmul)
     assert isinstance(adapted.layers[0].attn.k.matmul, nn.matmul.PlainMatmul)
@@ -183,8 +183,8 @@ def test_rules_choose_layers_and_give_ranks():
 def test_initial_values_do_not_depend_on_the_layout():
     scanned = put_on(tiny.model())
     alone = put_on(jit(nn.unstack)(tiny.model()))
-    for one, other in zip(scanned.layers, alone.layers, strict=True):
-        np.testing.assert_array_equal(one.mlp.up.matmul.a[...], other.mlp.up.matmul.a[...])
+    for layer, other in zip(scanned.layers, alone.layers, strict=True):
+        np.testing.assert_array_equal(layer.mlp.up.matmul.a[...], other.mlp.up.matmul.a[...])
     a = scanned.layers[1].mlp.up.matmul.a[...]
     assert np.abs(a).max() <= 1 / np.sqrt(a.shape[-1]) and np.std(a) > 0.4 / np.sqrt(a.shape[-1])
     assert not np.array_equal(a, scanned.layers[2].mlp.up.matmul.a[...])
@@ -193,11 +193,11 @@ def test_initial_values_do_not_depend_on_the_layout():
 def test_inside_jit_and_on_shapes():
     base = model("llama")
     add = lambda base: adapters.add(base, LORA, rngs=nnx.Rngs(0))
-    whole, made, shapes = add(base), jit(add)(base), add(jax.eval_shape(lambda: base))
-    for one, other, shape in zip(*map(jax.tree.leaves, (whole, made, shapes)), strict=True):
-        close(one, other, atol=1e-6)
-        assert (one.shape, one.dtype) == (shape.shape, shape.dtype)
-    assert nn.tree.axes(whole) == nn.tree.axes(made) == nn.tree.axes(shapes)
+    eager, made, shapes = add(base), jit(add)(base), add(jax.eval_shape(lambda: base))
+    for leaf, other, shape in zip(*map(jax.tree.leaves, (eager, made, shapes)), strict=True):
+        close(leaf, other, atol=1e-6)
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+    assert nn.tree.axes(eager) == nn.tree.axes(made) == nn.tree.axes(shapes)
 
 
 @pytest.mark.parametrize("base", [tiny.model, full(lambda: model("both"))], ids=["mlps", "both"])

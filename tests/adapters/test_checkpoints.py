@@ -41,8 +41,8 @@ def trainer(model, directory: Path, base: str | None = "a/base"):
 
 
 def test_a_run_saves_what_is_trained_and_resumes_bit_for_bit(tmp_path):
-    whole = trainer(build(), tmp_path / "whole")
-    whole.fit(4)
+    uninterrupted = trainer(build(), tmp_path / "whole")
+    uninterrupted.fit(4)
     first = trainer(build(), tmp_path / "run")
     first.fit(2)
     held = [*first.state.trainable.values(), *jax.tree.leaves(first.state.opt_state)]
@@ -53,7 +53,7 @@ def test_a_run_saves_what_is_trained_and_resumes_bit_for_bit(tmp_path):
     assert size("rest") < 1000 < trained
     second = trainer(build(), tmp_path / "run")
     second.fit(4)
-    for name, value in whole.state.trainable.items():
+    for name, value in uninterrupted.state.trainable.items():
         np.testing.assert_array_equal(value, second.state.trainable[name])
     moved = [np.abs(v).max() for n, v in second.state.trainable.items() if n.endswith(".b")]
     assert min(moved) > 0

@@ -99,8 +99,8 @@ def test_a_pipeline_computes_the_same_step(name):
 def test_the_rank_is_replicated(name):
     mixed = adapted(name)
     layout = sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2), sharding.FSDP_TP | {"kv_heads": None})
-    found = nn.variables(mixed)
-    specs = {n: layout.sharding(n, found[n]).spec for n in nn.partition(mixed, adapters.trainable)[0]}
+    variables = nn.variables(mixed)
+    specs = {n: layout.sharding(n, variables[n]).spec for n in nn.partition(mixed, adapters.trainable)[0]}
     where = {n: nn.tree.axes(mixed)[n].index("lora_rank") for n in specs if not n.endswith("magnitude")}
     assert all(len(specs[n]) <= d or specs[n][d] is None for n, d in where.items())
     assert any("fsdp" in str(specs[n]) for n in where), "factors are split as their weights are"

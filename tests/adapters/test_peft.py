@@ -186,7 +186,7 @@ def test_square_experts_of_unknown_version_are_refused_and_known_ones_turned(tmp
     shapes = {n: wide(".experts.", s) if "experts" in n else s for n, s in shapes.items()}
     path = theirs.directory(tmp_path / "adapter", "qwen3_moe_down")
     save_file(theirs.values(shapes), path / "adapter_model.safetensors", metadata={"format": "pt"})
-    found = {}
+    loaded = {}
     for version in ("0.18.1", "0.19.1", None):
         config = json.loads((path / "adapter_config.json").read_text()) | {"peft_version": version}
         (path / "adapter_config.json").write_text(json.dumps(config))
@@ -195,8 +195,8 @@ def test_square_experts_of_unknown_version_are_refused_and_known_ones_turned(tmp
                 adapters.load(model, path)
         else:
             layers = adapters.load(model, path).layers
-            found[version] = next(layer.moe for layer in layers if layer.moe is not None).down.matmul
-    new, before = found["0.19.1"], found["0.18.1"]
+            loaded[version] = next(layer.moe for layer in layers if layer.moe is not None).down.matmul
+    new, before = loaded["0.19.1"], loaded["0.18.1"]
     np.testing.assert_array_equal(new.a[...], jnp.swapaxes(before.b[...], 1, 2))
     np.testing.assert_array_equal(new.b[...], jnp.swapaxes(before.a[...], 1, 2))
 

@@ -172,14 +172,14 @@ class Decoding:
         options = {"key_value_seq_lengths": length, "query_seq_lengths": jnp.ones_like(length)}
         theirs = lambda name: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options, implementation=name)
         hint = ops.MaskHint(ops.StaticMask("causal"))
-        own = {
+        programs = {
             "maxlib default": lambda *qkv: attention(*qkv, *width, k_end=length[:, None], mask_hint=hint),
             "maxlib split_kv": ours("split_kv"),
             "maxlib chunked": ours("chunked"),
         }
         if self.latents:
-            return own | {"maxlib mosaic_gpu_mla": ours("mosaic_gpu_mla")}
-        return own | {"maxlib mosaic_gpu": ours("mosaic_gpu"), "cuDNN": theirs("cudnn"), "XLA": theirs("xla")}
+            return programs | {"maxlib mosaic_gpu_mla": ours("mosaic_gpu_mla")}
+        return programs | {"maxlib mosaic_gpu": ours("mosaic_gpu"), "cuDNN": theirs("cudnn"), "XLA": theirs("xla")}
 
 
 DECODING = {
@@ -211,15 +211,15 @@ def measure_decoding(case: Decoding, made: Mapping[str, Any], rounds: int) -> It
     """Compares and times programs that `decoding_programs` compiled."""
     if isinstance(made["truth"], str):
         raise RuntimeError(f"nothing to compare with: {made['truth']}")
-    given, truth = arrays(case), made["truth"](*arrays(case, jnp.float32))
+    inputs, truth = arrays(case), made["truth"](*arrays(case, jnp.float32))
     runs = {
-        name: run if isinstance(run, str) else verified(functools.partial(run, *given), [truth])
+        name: run if isinstance(run, str) else verified(functools.partial(run, *inputs), [truth])
         for name, run in made.items()
         if name != "truth"
     }
-    for name, found in take_turns(runs, rounds).items():
+    for name, times in take_turns(runs, rounds).items():
         row = {"phase": "decode", "contender": name}
-        yield row | ({"left_out": found} if isinstance(found, str) else speeds(found, gbs=case.bytes() / 1e9))
+        yield row | ({"left_out": times} if isinstance(times, str) else speeds(times, gbs=case.bytes() / 1e9))
 
 
 def decoding_programs(case: Decoding) -> dict[str, Callable]:
@@ -256,17 +256,17 @@ def off_by(got: jax.Array, want: jax.Array) -> jax.Array:
 
 def take_turns(runs: dict[str, Callable | str], rounds: int) -> dict[str, float | str]:
     """Returns median seconds of a call of every contender, or the reason why there are none."""
-    found: dict[str, list[float] | str] = {name: run if isinstance(run, str) else [] for name, run in runs.items()}
+    seconds: dict[str, list[float] | str] = {name: run if isinstance(run, str) else [] for name, run in runs.items()}
     for number in range(rounds + 1):  # the first round warms up
-        for name, times in found.items():
+        for name, times in seconds.items():
             if isinstance(times, str):
                 continue
             taken = attempt(functools.partial(timed, runs[name]))
             if isinstance(taken, str):
-                found[name] = taken
+                seconds[name] = taken
             elif number:
                 times.append(taken)
-    return {name: times if isinstance(times, str) else statistics.median(times) for name, times in found.items()}
+    return {name: times if isinstance(times, str) else statistics.median(times) for name, times in seconds.items()}
 
 
 def timed(run: Callable) -> float:
@@ -338,9 +338,9 @@ def truth_programs(case: Case) -> dict[str, Callable]:
         return jax_programs(case, contenders(case)["maxlib chunked"], jnp.float32, for_truth)
 
 
-def runs_of(made: dict[str, Callable], given: Sequence[jax.Array]) -> dict[str, Callable]:
+def runs_of(made: dict[str, Callable], inputs: Sequence[jax.Array]) -> dict[str, Callable]:
     """Returns functions without arguments that run compiled passes."""
-    *qkv, d_out = given
+    *qkv, d_out = inputs
     kept = made["kept"](*qkv)
     return {"forward": lambda: made["forward"](*qkv), "backward": lambda: made["backward"](kept, d_out)}
 
@@ -394,7 +394,7 @@ def side_by_side(makes: Mapping[Any, Callable | str]) -> dict[Any, Any]:
         waiting = {
             name: make if isinstance(make, str) else threads.submit(attempt, make) for name, make in makes.items()
         }
-        return {name: one if isinstance(one, str) else one.result() for name, one in waiting.items()}
+        return {name: job if isinstance(job, str) else job.result() for name, job in waiting.items()}
 
 
 def compiled(makes: Mapping[Any, Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, dict[str, Any]]:
@@ -403,34 +403,34 @@ def compiled(makes: Mapping[Any, Mapping[str, Any]], names: Sequence[str] | None
         importlib.import_module("tokamax")  # before threads do, which would wait for each other's imports
     wanted = {
         (case, name): make
-        for case, found in makes.items()
-        for name, make in found.items()
+        for case, makers in makes.items()
+        for name, make in makers.items()
         if names is None or name in (*names, "truth")
     }
     made = side_by_side(wanted)
-    return {case: {name: one for (of, name), one in made.items() if of == case} for case in makes}
+    return {case: {name: program for (of, name), program in made.items() if of == case} for case in makes}
 
 
 def measure(case: Case, made: Mapping[str, Any], names: Sequence[str] | None, rounds: int) -> Iterator[dict]:
     """Compares and times programs that `programs` compiled, and torch."""
-    given = arrays(case)
+    inputs = arrays(case)
     exact = runs_of(made["truth"], arrays(case, jnp.float32))
     runs = {
-        name: one if isinstance(one, str) else attempt(functools.partial(runs_of, one, given))
-        for name, one in made.items()
+        name: program if isinstance(program, str) else attempt(functools.partial(runs_of, program, inputs))
+        for name, program in made.items()
         if name != "truth"
     }
     torch_found = attempt(lambda: torch_runs(case)) if names is None or "torch SDPA" in names else "not asked for"
     for phase, flops in case.flops().items():
         truth = jax.tree.leaves(exact[phase]())
         here = {
-            name: found if isinstance(found, str) else verified(found[phase], truth) for name, found in runs.items()
+            name: result if isinstance(result, str) else verified(result[phase], truth) for name, result in runs.items()
         }
         # torch's arrays lie heads first and on its own device: its kernels are timed as they are.
         here["torch SDPA"] = torch_found if isinstance(torch_found, str) else torch_found[phase]
-        for name, found in take_turns(here, rounds).items():
+        for name, result in take_turns(here, rounds).items():
             row = {"phase": phase, "contender": name}
-            yield row | ({"left_out": found} if isinstance(found, str) else speeds(found, tflops=flops / 1e12))
+            yield row | ({"left_out": result} if isinstance(result, str) else speeds(result, tflops=flops / 1e12))
 
 
 def table(rows: Sequence[dict]) -> Table:

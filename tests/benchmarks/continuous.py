@@ -48,7 +48,7 @@ def runs(args: argparse.Namespace) -> tuple[dict, int]:
     calls = {
         "static batches": lambda: in_batches(static, prompts, limits, args.slots),
         "transformers": lambda: in_their_batches(theirs, prompts, limits),
-        "continuous": lambda: [one.tokens for (one,) in engine.generate(prompts, max_new_tokens=limits)],
+        "continuous": lambda: [completion.tokens for (completion,) in engine.generate(prompts, max_new_tokens=limits)],
     }
     return calls, sum(limits)
 

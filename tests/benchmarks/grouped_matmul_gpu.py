@@ -57,13 +57,13 @@ MATMULS = {"matmul": {"forward": 1, "gradients": 2}, "SwiGLU": {"forward": 2, "g
 def contender(op: str, name: str) -> Callable:
     """A function of rows, a list of weights and the rows of each expert."""
     how = {"default": None, "two matmuls": "mosaic_gpu"}.get(name, name)
-    one = functools.partial(grouped_matmul, implementation=how)
+    run = functools.partial(grouped_matmul, implementation=how)
     if name == "dense":
-        one = lambda rows, w, counts: rows @ w.T
+        run = lambda rows, w, counts: rows @ w.T
     if op == "matmul":
-        return lambda rows, weights, counts: one(rows, weights[0], counts)
+        return lambda rows, weights, counts: run(rows, weights[0], counts)
     if name in ("dense", "two matmuls"):
-        return lambda rows, weights, counts: swiglu(*(one(rows, w, counts) for w in weights))
+        return lambda rows, weights, counts: swiglu(*(run(rows, w, counts) for w in weights))
     return lambda rows, weights, counts: grouped_glu(rows, *weights, counts, implementation=how)
 
 
@@ -79,7 +79,7 @@ def arrays(*about) -> tuple:
     """Random arrays of these shapes: the same numbers in every dtype."""
     leaves, tree = jax.tree.flatten(shapes(*about))
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    draw = lambda key, one: jax.random.normal(key, one.shape, jnp.bfloat16).astype(one.dtype)
+    draw = lambda key, shape: jax.random.normal(key, shape.shape, jnp.bfloat16).astype(shape.dtype)
     return jax.tree.unflatten(tree, map(draw, keys, leaves))
 
 
@@ -94,9 +94,9 @@ def programs(op: str, name: str, sizes, dtype=jnp.bfloat16, jit=jax.jit) -> dict
     }
 
 
-def runs_of(made: dict[str, Callable], counts, given: tuple) -> dict[str, Callable]:
+def runs_of(made: dict[str, Callable], counts, inputs: tuple) -> dict[str, Callable]:
     """Returns functions without arguments that run compiled programs."""
-    rows, weights, d_out = given
+    rows, weights, d_out = inputs
     return {
         "forward": lambda: made["forward"](rows, weights, counts),
         "gradients": lambda: made["gradients"](rows, weights, counts, d_out),
@@ -114,25 +114,25 @@ def measure(op: str, counts, sizes: tuple[int, ...], made: Mapping[str, Any], ro
     M, _, I, O = sizes
     exact = runs_of(made["truth"], counts, arrays(op, "", sizes, jnp.float32))
     runs = {
-        name: one if isinstance(one, str) else runs_of(one, counts, arrays(op, name, sizes))
-        for name, one in made.items()
+        name: program if isinstance(program, str) else runs_of(program, counts, arrays(op, name, sizes))
+        for name, program in made.items()
         if name != "truth"
     }
     for phase, matmuls in MATMULS[op].items():
         right = jax.tree.leaves(exact[phase]())
-        here = {name: found if isinstance(found, str) else found[phase] for name, found in runs.items()}
+        here = {name: result if isinstance(result, str) else result[phase] for name, result in runs.items()}
         for name, run in here.items():
             if not isinstance(run, str) and name != "dense":  # which multiplies other numbers
                 here[name] = verified(run, right)
         seconds = take_turns(here, rounds)
         dense = seconds.get("dense", "not asked for")
-        for name, found in seconds.items():
+        for name, result in seconds.items():
             row = {"phase": phase, "contender": name}
-            if isinstance(found, str):
-                yield row | {"left_out": found}
+            if isinstance(result, str):
+                yield row | {"left_out": result}
             else:
-                share = {} if isinstance(dense, str) else {"of_dense": dense / found}
-                yield row | speeds(found, tflops=2e-12 * matmuls * M * I * O) | share
+                share = {} if isinstance(dense, str) else {"of_dense": dense / result}
+                yield row | speeds(result, tflops=2e-12 * matmuls * M * I * O) | share
 
 
 def main():

@@ -72,12 +72,12 @@ Asked = Callable[[tuple[str, str]], Kernel]  # a call, which answers for a devic
 
 def asked(name: str, phase: str) -> list[Asked]:
     """Returns the calls of a preset's phase."""
-    family = next(one for one in weights.families() if name in one.presets)
-    with _recorded(phase) as found:
+    family = next(candidate for candidate in weights.families() if name in candidate.presets)
+    with _recorded(phase) as calls:
         model = jax.eval_shape(lambda: family.model(family.presets[name], rngs=nnx.Rngs(0)))
         tokens = jax.ShapeDtypeStruct((ROWS, 1 if phase == "decode" else TOKENS), jnp.int32)
         jax.eval_shape(lambda model, tokens: _run(model, tokens, phase), model, tokens)
-    return list(found.values())
+    return list(calls.values())
 
 
 def _run(model: Any, tokens: jax.Array, phase: str) -> jax.Array:
@@ -94,15 +94,15 @@ def _run(model: Any, tokens: jax.Array, phase: str) -> jax.Array:
 @contextlib.contextmanager
 def _recorded(phase: str) -> Iterator[dict[Any, Asked]]:
     """Yields the calls that are traced inside, each of them once."""
-    found: dict[Any, Asked] = {}
+    calls: dict[Any, Asked] = {}
     explain, training = Op.explain, phase.startswith("train")
 
     def noted(op: Op, call: Call, name: str | None = None):
-        found.setdefault((op.name, call), lambda device: _answer(device, op, call, training=training))
+        calls.setdefault((op.name, call), lambda device: _answer(device, op, call, training=training))
         return explain(op, call, name)
 
     with mock.patch.object(Op, "explain", noted):
-        yield found
+        yield calls
 
 
 def _answer(device: tuple[str, str], op: Op, call: Any, *, training: bool) -> Kernel:
@@ -121,7 +121,9 @@ def _lacks(call: AttentionCall) -> tuple[str, ...]:
     """Names what in a call of attention no proven kernel of its device takes, each in a call without the rest."""
     plain = {"queries": max(call.queries, 256), "mask": CAUSAL, "key_dim": 64, "value_dim": 64}
     plain |= {"features": call.features & {"gqa", "value_dim"}}
-    alone: dict[str, dict[str, Any]] = {one: {"features": plain["features"] | {one}} for one in call.features & EXTRA}
+    alone: dict[str, dict[str, Any]] = {
+        feature: {"features": plain["features"] | {feature}} for feature in call.features & EXTRA
+    }
     mask, width = call.mask or ops.StaticMask("any", aligned=True), max(call.key_dim, call.value_dim)
     alone |= {f"heads of {width}": {"key_dim": call.key_dim, "value_dim": call.value_dim}}
     alone |= {"few queries": {"queries": call.queries}} if call.queries < 256 else {}
@@ -129,13 +131,13 @@ def _lacks(call: AttentionCall) -> tuple[str, ...]:
     alone |= {"unnamed masks": {"mask": unnamed}} if mask.kind == "any" else {}
     alone |= {"packed rows": {"mask": dataclasses.replace(CAUSAL, segmented=True)}} if mask.segmented else {}
     alone |= {"a cache": {"mask": dataclasses.replace(CAUSAL, aligned=False)}} if not mask.aligned else {}
-    found = [
-        one
-        for one, change in alone.items()
+    missing = [
+        feature
+        for feature, change in alone.items()
         if ATTENTION.explain(dataclasses.replace(call, **plain | change)).chosen not in PROVEN
     ]
     several = "few queries beside a cache" if call.queries < 256 and not mask.aligned else "several of these at once"
-    return tuple(found) or (several,)
+    return tuple(missing) or (several,)
 
 
 @contextlib.contextmanager
@@ -155,43 +157,44 @@ def _all_installed() -> Iterator[None]:
 
 def rows(names: Sequence[str], phases: Sequence[str] = PHASES) -> list[dict[str, Any]]:
     """Returns a row for each preset, phase and device."""
-    found = []
+    lines = []
     with _all_installed():
         for name in names:
             for phase in phases:
                 calls = asked(name, phase)
                 for device, kind in DEVICES.items():
-                    kernels = sorted({call(kind) for call in calls}, key=lambda one: (one.op, one.name))
-                    lacking = sorted({why for one in kernels for why in one.lacking})
-                    used = sorted({one.name for one in kernels})
-                    found.append(
+                    kernels = sorted({call(kind) for call in calls}, key=lambda kernel: (kernel.op, kernel.name))
+                    lacking = sorted({why for kernel in kernels for why in kernel.lacking})
+                    used = sorted({kernel.name for kernel in kernels})
+                    lines.append(
                         {"preset": name, "phase": phase, "device": device, "kernels": used, "lacking": lacking}
                     )
-    return found
+    return lines
 
 
-def share(found: list[dict[str, Any]], device: str, phase: str) -> float:
+def share(rows: list[dict[str, Any]], device: str, phase: str) -> float:
     """Returns the share of presets whose every call runs a proven kernel."""
-    here = [one for one in found if (one["device"], one["phase"]) == (device, phase)]
-    return sum(not one["lacking"] for one in here) / len(here)
+    here = [row for row in rows if (row["device"], row["phase"]) == (device, phase)]
+    return sum(not row["lacking"] for row in here) / len(here)
 
 
-def shares(found: list[dict[str, Any]]) -> str:
+def shares(rows: list[dict[str, Any]]) -> str:
     """Returns a table of the share of presets on proven kernels, by device and phase."""
     lines = ["| | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 1) + "|"]
     lines += [
-        f"| {device} | " + " | ".join(f"{share(found, device, one):.0%}" for one in PHASES) + " |" for device in DEVICES
+        f"| {device} | " + " | ".join(f"{share(rows, device, phase):.0%}" for phase in PHASES) + " |"
+        for device in DEVICES
     ]
     return "\n".join(lines)
 
 
-def gaps(found: list[dict[str, Any]]) -> str:
+def gaps(rows: list[dict[str, Any]]) -> str:
     """Returns a table of how many presets lack what, phase by phase."""
     lines = ["| what no proven kernel takes | " + " | ".join(DEVICES) + " |", "|---" * (len(DEVICES) + 1) + "|"]
-    lacking = Counter((why, one["device"], one["phase"]) for one in found for why in one["lacking"])
+    lacking = Counter((why, item["device"], item["phase"]) for item in rows for why in item["lacking"])
     for why in sorted({why for why, *_ in lacking}):
         counts = {device: [lacking[why, device, phase] for phase in PHASES] for device in DEVICES}
-        cells = [", ".join(map(str, counts[one])) if any(counts[one]) else "-" for one in DEVICES]
+        cells = [", ".join(map(str, counts[item])) if any(counts[item]) else "-" for item in DEVICES]
         lines.append(f"| {why} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -202,13 +205,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = rows(args.names or list(weights.presets()))
+    lines = rows(args.names or list(weights.presets()))
     if args.json:
-        args.json.write_text("".join(json.dumps(one) + "\n" for one in found))
-    print(shares(found), gaps(found), sep="\n\n")
+        args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(shares(lines), gaps(lines), sep="\n\n")
     if args.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{shares(found)}\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{before}{BEGIN}\n{shares(lines)}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

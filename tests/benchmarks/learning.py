@@ -132,9 +132,9 @@ def answers(generator: inference.Generator, prompts: list, sampler: Any = infere
 
 def exact(model: Any, seed: int) -> dict[str, float]:
     """The shares of fresh prompts that are sorted upwards and downwards."""
-    found = sorting.lists(np.random.default_rng(10**6 + seed), 256)
-    got = answers(inference.Generator(model, dtype=jnp.float32), [sorting.prompt(x) for x in found])
-    share = lambda down: float(np.mean([text == sorting.answer(x, down) for text, x in zip(got, found, strict=True)]))
+    lists = sorting.lists(np.random.default_rng(10**6 + seed), 256)
+    got = answers(inference.Generator(model, dtype=jnp.float32), [sorting.prompt(x) for x in lists])
+    share = lambda down: float(np.mean([text == sorting.answer(x, down) for text, x in zip(got, lists, strict=True)]))
     return {"up": share(False), "down": share(True)}
 
 
@@ -179,8 +179,8 @@ def sampled(
 ) -> tuple[list, list]:
     """Prompts, each `num_samples` times, and completions by the newest weights."""
     generator.update({path.removeprefix("trained."): value for path, value in state.trainable.items()})
-    found = sorting.lists(np.random.default_rng(seed * 10**4 + number), prompts)
-    rows = [sorting.prompt(x) for x in found for _ in range(num_samples)]
+    lists = sorting.lists(np.random.default_rng(seed * 10**4 + number), prompts)
+    rows = [sorting.prompt(x) for x in lists for _ in range(num_samples)]
     return rows, answers(generator, rows, SAMPLER, jax.random.key(seed * 10**4 + number))
 
 
@@ -262,8 +262,8 @@ def distillation(teacher: Any, seed: int) -> tuple[Any, dict, Curve, Seconds]:
     options = {"filter": training.trainable_only("trained.*")}
     new, curve, seconds = trained("distillation", both, loader, loss, **options)
     last = statistics.fmean(values["divergence"] for values in curve[-5:])
-    found = {"divergence": last, "of the start": last / curve[0]["divergence"]}
-    return new.trained, found | {"exact": exact(new.trained, seed)["up"]}, curve, seconds
+    divergences = {"divergence": last, "of the start": last / curve[0]["divergence"]}
+    return new.trained, divergences | {"exact": exact(new.trained, seed)["up"]}, curve, seconds
 
 
 RUNS = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "ppo": ppo, "distillation": distillation}
@@ -310,10 +310,10 @@ def beside(run: str, model: Any, seed: int) -> dict[str, Any]:
 def missed(runs: dict[str, dict[str, Any]]) -> list[str]:
     """Returns the runs that miss their threshold."""
     out = []
-    for run, found in runs.items():
+    for run, figures in runs.items():
         for what, bound in THRESHOLDS[run].items():
             name, sign = what.rsplit(" ", 1)
-            value = found["figures"][name]
+            value = figures["figures"][name]
             if not (value >= bound if sign == ">=" else value <= bound):
                 out.append(f"{run}: {what} {bound:g}, got {value:g}")
     return out
@@ -370,17 +370,17 @@ def main() -> None:
     programs = tempfile.TemporaryDirectory()
     jax.config.update("jax_compilation_cache_dir", programs.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if args.json and args.json.exists():
-        found = json.loads(args.json.read_text())["seeds"]
+        results = json.loads(args.json.read_text())["seeds"]
     for seed in args.seeds:
-        left = [run for run in args.runs if run not in found.get(str(seed), ())]
+        left = [run for run in args.runs if run not in results.get(str(seed), ())]
         for run, result in one_seed(seed, left, args.trl) if left else ():
-            found.setdefault(str(seed), {})[run] = result
+            results.setdefault(str(seed), {})[run] = result
             if args.json:
                 machine = {"processor": platform.machine(), "jax": jax.__version__}
-                args.json.write_text(json.dumps({"machine": machine, "seeds": found}) + "\n")
-    seeds = [found[str(seed)] for seed in args.seeds]
+                args.json.write_text(json.dumps({"machine": machine, "seeds": results}) + "\n")
+    seeds = [results[str(seed)] for seed in args.seeds]
     print(summary(seeds, args.runs))
     if args.draw:
         draw(seeds, args.runs, args.draw)

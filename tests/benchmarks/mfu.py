@@ -40,7 +40,7 @@ TINY = dict(vocab=512, num_layers=2, dim=128, mlp_dim=256, num_heads=4, num_kv_h
 def target_of(device_kind: str) -> str | None:
     """Returns the name under which plans know one device of this kind."""
     chip = hardware.chip_of(device_kind)
-    name = next((name for name, one in hardware.CHIPS.items() if one is chip), None)
+    name = next((name for name, known in hardware.CHIPS.items() if known is chip), None)
     if chip is None or name is None or name == "cpu":
         return "cpu" if jax.default_backend() == "cpu" else None
     return f"{name}-{chip.cores}" if chip.kind.startswith("TPU") else name
@@ -48,9 +48,9 @@ def target_of(device_kind: str) -> str | None:
 
 def planned(job: plan.Job) -> dict[str, float]:
     """Returns the prediction of a plan from shapes."""
-    found = plan.estimated(job)
-    return {"gib": found.peak / 2**30} | (
-        {} if found.estimate is None else {"ms": 1e3 * found.estimate.seconds, "mfu": found.estimate.mfu}
+    estimate = plan.estimated(job)
+    return {"gib": estimate.peak / 2**30} | (
+        {} if estimate.estimate is None else {"ms": 1e3 * estimate.estimate.seconds, "mfu": estimate.estimate.mfu}
     )
 
 
@@ -89,9 +89,9 @@ def measure(job: plan.Job, steps: int, unstacked: bool) -> dict[str, Any]:
 
 def memory(step: Any) -> int:
     """Returns the bytes that XLA allocates for a compiled step, arguments and results included."""
-    found = step.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes  # what does not take an argument's place
-    return found.argument_size_in_bytes + results + found.temp_size_in_bytes
+    sizes = step.memory_analysis()
+    results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes  # what does not take an argument's place
+    return sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes
 
 
 def main():
@@ -128,8 +128,8 @@ def main():
             per_device_batch_size=args.batch,
             sequence=args.length,
         )
-        found = attempt(functools.partial(measure, job, args.steps, args.unstacked))
-        lines.add(row | ({"left_out": found} if isinstance(found, str) else found))
+        result = attempt(functools.partial(measure, job, args.steps, args.unstacked))
+        lines.add(row | ({"left_out": result} if isinstance(result, str) else result))
         jax.clear_caches()
         lines.add(row | {"plan": attempt(functools.partial(planned, job)) if target else "no plan for this device"})
 

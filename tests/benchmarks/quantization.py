@@ -183,14 +183,16 @@ def draw(results, path):
     """Draws the training losses, and how far each format is from full precision."""
     import matplotlib.pyplot as plt
 
-    results = {name: one for name, one in results.items() if name not in ("machine", "settings")}
+    results = {name: result for name, result in results.items() if name not in ("machine", "settings")}
     names = list(dict.fromkeys(name.split()[0] for name in results))
     figure, rows = plt.subplots(2, len(names), figsize=(5 * len(names), 5), sharex=True, squeeze=False)
     for (top, bottom), name in zip(zip(*rows, strict=True), names, strict=True):
-        found = {key.split()[1]: np.array(one["curve"]) for key, one in results.items() if key.split()[0] == name}
-        full = found.get("full", next(iter(found.values())))
+        curves = {
+            key.split()[1]: np.array(result["curve"]) for key, result in results.items() if key.split()[0] == name
+        }
+        full = curves.get("full", next(iter(curves.values())))
         ends = np.arange(1, len(full) + 1) / len(full)
-        for format, curve in found.items():
+        for format, curve in curves.items():
             top.plot(ends, curve, label=format)
             bottom.plot(ends, 100 * (curve / full - 1), label=format)
         top.set(title=name, ylabel="training loss")
@@ -223,13 +225,13 @@ def main():
         for preset in args.formats:
             if f"{name} {preset}" not in results:
                 results[f"{name} {preset}"] = run(builders(args)[name], preset, args, train, held_out)
-            found = results[f"{name} {preset}"]
+            result = results[f"{name} {preset}"]
             full = results.get(f"{name} full", results[f"{name} {args.formats[0]}"])
-            change, time_ = found["loss"] / full["loss"] - 1, found["seconds"] / full["seconds"]
-            numbers = f"{found['loss']:.4f}", f"{change:+.2%}", f"{found['bytes']:,}"
-            table.add_row(name, preset, *numbers, f"{found['covered']:.1%}", f"{time_:.2f}")
-            print(name, preset, *numbers, f"{found['covered']:.1%} {time_:.2f}", flush=True)
-            print(" ", *(f"{loss:.4f}" for loss in found["curve"]), flush=True)
+            change, time_ = result["loss"] / full["loss"] - 1, result["seconds"] / full["seconds"]
+            numbers = f"{result['loss']:.4f}", f"{change:+.2%}", f"{result['bytes']:,}"
+            table.add_row(name, preset, *numbers, f"{result['covered']:.1%}", f"{time_:.2f}")
+            print(name, preset, *numbers, f"{result['covered']:.1%} {time_:.2f}", flush=True)
+            print(" ", *(f"{loss:.4f}" for loss in result["curve"]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=2, default=float))
     if args.draw:

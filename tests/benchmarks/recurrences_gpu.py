@@ -128,18 +128,19 @@ def measure(case: Case, made: dict[str, Any], rounds: int) -> Iterator[dict[str,
     """Compares and times compiled programs."""
     x = case.arrays()
     want = attempt(lambda: made["truth"]["both"](jax.tree.map(lambda a: a.astype(jnp.float32), x)))
-    contenders = {name: found for name, found in made.items() if name != "truth"}
+    contenders = {name: result for name, result in made.items() if name != "truth"}
     for phase in ("both", "forward"):
         runs = {
-            name: one if isinstance(one, str) else functools.partial(one[phase], x) for name, one in contenders.items()
+            name: program if isinstance(program, str) else functools.partial(program[phase], x)
+            for name, program in contenders.items()
         }
-        for name, found in take_turns(runs, rounds).items():
+        for name, result in take_turns(runs, rounds).items():
             row = {"phase": phase, "contender": name}
-            if isinstance(found, str):
-                yield row | {"left_out": found}
+            if isinstance(result, str):
+                yield row | {"left_out": result}
                 continue
             temporary = contenders[name][phase].memory_analysis().temp_size_in_bytes / 2**20
-            row |= speeds(found, tokens_per_s=case.rows * case.tokens) | {"temporary_mib": round(temporary)}
+            row |= speeds(result, tokens_per_s=case.rows * case.tokens) | {"temporary_mib": round(temporary)}
             yield row | ({"error": attempt(lambda run=runs[name]: error(run(), want))} if phase == "both" else {})
 
 
@@ -155,16 +156,16 @@ def main() -> None:
     args = parser.parse_args()
     if nothing_here(args):
         return
-    found = {name: CASES[name].tiny() if args.tiny else CASES[name] for name in args.cases}
+    cases = {name: CASES[name].tiny() if args.tiny else CASES[name] for name in args.cases}
     makes = {
-        name: {one: functools.partial(programs, case, one, None) for one in CONTENDERS}
+        name: {contender: functools.partial(programs, case, contender, None) for contender in CONTENDERS}
         | {"truth": functools.partial(truth, case)}
-        for name, case in found.items()
+        for name, case in cases.items()
     }
     made = compiled(makes, None)
     runs = {
         name: ({"op": case.op, "case": case.about}, functools.partial(measure, case, made[name]))
-        for name, case in found.items()
+        for name, case in cases.items()
     }
     measure_all(runs, args)
 

@@ -132,12 +132,12 @@ def main() -> None:
     )
     print("|---" * 9 + "|")
     rows = []
-    for one in found(args.names, args.targets) if args.recorded else swept(args, first, of):
-        rows.append(one)
-        print(shown(one), flush=True)
-        if args.save and "error" not in one:
-            save(one)
-    wrong = [f"{one['preset']} on {one['target']}: {why}" for one in rows for why in faults(one)]
+    for row in matching(args.names, args.targets) if args.recorded else swept(args, first, of):
+        rows.append(row)
+        print(shown(row), flush=True)
+        if args.save and "error" not in row:
+            save(row)
+    wrong = [f"{row['preset']} on {row['target']}: {why}" for row in rows for why in faults(row)]
     wrong += [f"{name} on {chip}: no row, and no reason" for name, chip in unrecorded()] if args.recorded else []
     if wrong:
         print(*wrong, sep="\n")
@@ -155,15 +155,15 @@ def recorded() -> list[dict[str, Any]]:
     return json.loads(RECORDED.read_text())
 
 
-def found(names: list[str], chips: list[str]) -> list[dict[str, Any]]:
+def matching(names: list[str], chips: list[str]) -> list[dict[str, Any]]:
     """Returns the saved rows of some presets (all if none is named) on some kinds of chip."""
-    chosen = [one for one in recorded() if one["target"].split("-")[0] in chips]
-    return [one for one in chosen if not names or one["preset"] in names]
+    chosen = [row for row in recorded() if row["target"].split("-")[0] in chips]
+    return [row for row in chosen if not names or row["preset"] in names]
 
 
 def unrecorded() -> list[tuple[str, str]]:
     """Returns the presets, each with a kind of chip, that have neither a saved row nor a reason for having none."""
-    have = {(one["preset"], one["target"].split("-")[0]) for one in recorded()} | {*MISSING}
+    have = {(row["preset"], row["target"].split("-")[0]) for row in recorded()} | {*MISSING}
     return [pair for pair in itertools.product(distinct(), CHIPS) if pair not in have]
 
 
@@ -177,12 +177,12 @@ def save(one: dict[str, Any]) -> None:
 
 def distinct() -> list[str]:
     """Returns one preset of each group of decoders with the same configuration."""
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for family in weights.families():
         if issubclass(family.model, nn.Decoder) and family.name not in WITH_ENCODERS:
             for name, cfg in family.presets.items():
-                found.setdefault(cfg, name)
-    return list(found.values())
+                names.setdefault(cfg, name)
+    return list(names.values())
 
 
 def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan) -> dict[str, Any]:
@@ -238,8 +238,8 @@ def fitting(name: str, chip: str) -> Iterator[plan.Job]:
     why = "no slice is large enough"
     for size, tensor, share in slices(chip):
         try:
-            if found := fastest(plan.Job(name, f"{chip}-{size}", sequence=sequence, remat="full"), tensor, share):
-                yield found
+            if best := fastest(plan.Job(name, f"{chip}-{size}", sequence=sequence, remat="full"), tensor, share):
+                yield best
         except ValueError as error:
             why = str(error)
     raise ValueError(why)
@@ -262,10 +262,10 @@ def fastest(job: plan.Job, tensor: bool, share: float) -> plan.Job | None:
     if STATE * parameters(job.title) > most * target.devices:
         return None
     jobs = [job] if target.slices == 1 else [across(job, target.slices, axis) for axis in ("fsdp", "data")]
-    known = [one for job in jobs for one in default_layouts(job)]
-    layouts = [one for one in known if (dict(one.mesh.degrees).get("tensor", 1) > 1) == tensor]
-    found = plan.search(job, layouts=layouts, remats=["full"], batches=[1], compile=0)
-    return next((got.job for got in found.plans if got.peak < most), None)
+    known = [layout for job in jobs for layout in default_layouts(job)]
+    layouts = [layout for layout in known if (dict(layout.mesh.degrees).get("tensor", 1) > 1) == tensor]
+    result = plan.search(job, layouts=layouts, remats=["full"], batches=[1], compile=0)
+    return next((got.job for got in result.plans if got.peak < most), None)
 
 
 def across(job: plan.Job, slices: int, axis: str) -> plan.Job:
@@ -282,52 +282,52 @@ def parameters(name: str) -> int:
 def abstract(name: str) -> nn.Decoder:
     """Returns the preset's model, with shapes instead of arrays."""
     cfg = weights.presets()[name]
-    family = next(one for one in weights.families() if name in one.presets)
+    family = next(candidate for candidate in weights.families() if name in candidate.presets)
     return jax.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
 
 
-def shown(one: dict[str, Any]) -> str:
-    if "error" in one:
-        return f"| {one['preset']}, {one['target']} | {one['error']} |"
+def shown(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"| {row['preset']}, {row['target']} | {row['error']} |"
     values = [
-        f"{one['parameters'] / 1e9:.2f}B",
-        one["mesh"],
-        f"{one['peak'] / GIB:.2f}",
-        f"{one['analytic'] / one['peak'] - 1:+.1%}",
-        f"{one['factor']:.2f}",
-        f"{one['mfu']:.1%}",
+        f"{row['parameters'] / 1e9:.2f}B",
+        row["mesh"],
+        f"{row['peak'] / GIB:.2f}",
+        f"{row['analytic'] / row['peak'] - 1:+.1%}",
+        f"{row['factor']:.2f}",
+        f"{row['mfu']:.1%}",
     ]
     return (
-        f"| {one['preset']}, {one['target']} | {' | '.join(values)} | {one['bound']} | {one['compile_seconds']:.0f} |"
+        f"| {row['preset']}, {row['target']} | {' | '.join(values)} | {row['bound']} | {row['compile_seconds']:.0f} |"
     )
 
 
-def faults(one: dict[str, Any]) -> list[str]:
+def faults(row: dict[str, Any]) -> list[str]:
     """Returns the bounds that a row misses without a known reason."""
-    if "error" in one:
-        return [one["error"]]
-    wrong = [] if one["fits"] else [f"needs {one['peak'] / GIB:.2f} GiB"]
-    if one["factor"] > 1 + AGAIN and one["preset"] not in COSTLY:
-        wrong.append(f"{one['factor']:.2f} times the model's FLOPs")
-    if one["mfu"] < LEAST_MFU and not (reason(one) or is_narrow(one) or is_sparse(one)):
-        wrong.append(f"{one['mfu']:.1%} MFU at the roofline")
+    if "error" in row:
+        return [row["error"]]
+    wrong = [] if row["fits"] else [f"needs {row['peak'] / GIB:.2f} GiB"]
+    if row["factor"] > 1 + AGAIN and row["preset"] not in COSTLY:
+        wrong.append(f"{row['factor']:.2f} times the model's FLOPs")
+    if row["mfu"] < LEAST_MFU and not (reason(row) or is_narrow(row) or is_sparse(row)):
+        wrong.append(f"{row['mfu']:.1%} MFU at the roofline")
     return wrong
 
 
-def reason(one: dict[str, Any]) -> str | None:
-    return SLOW.get(one["preset"]) or SLOW.get(f"{one['preset']}, {one['target']}")
+def reason(row: dict[str, Any]) -> str | None:
+    return SLOW.get(row["preset"]) or SLOW.get(f"{row['preset']}, {row['target']}")
 
 
-def is_narrow(one: dict[str, Any]) -> bool:
+def is_narrow(row: dict[str, Any]) -> bool:
     """Returns True if memory bounds a model because it is narrow for this chip."""
-    least = NARROW.get(one["target"].split("-")[0], 0)
-    return one["bound"] == "memory" and weights.presets()[one["preset"]].dim < least
+    least = NARROW.get(row["target"].split("-")[0], 0)
+    return row["bound"] == "memory" and weights.presets()[row["preset"]].dim < least
 
 
-def is_sparse(one: dict[str, Any]) -> bool:
+def is_sparse(row: dict[str, Any]) -> bool:
     """Returns True if memory bounds a mixture of experts on this chip and not on those with faster memory."""
-    names = SPARSE.get(one["target"].split("-")[0], ())
-    return one["bound"] == "memory" and one["preset"] in names
+    names = SPARSE.get(row["target"].split("-")[0], ())
+    return row["bound"] == "memory" and row["preset"] in names
 
 
 if __name__ == "__main__":

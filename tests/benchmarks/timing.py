@@ -34,16 +34,6 @@ def compiled(f: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], floa
     return (lambda: jax.block_until_ready(program(*args))), mib
 
 
-def both_passes(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that also computes all gradients."""
-
-    def step(*args):
-        y, pull = jax.vjp(f, *args)
-        return y, pull(jax.tree.map(jax.numpy.ones_like, y))
-
-    return step
-
-
 def show(title: str, times: Mapping[str, list[float]], base: str, memory: Mapping[str, float]) -> None:
     """Prints a table of contenders, with their times as multiples of that of `base`."""
     table = Table("", "median ms", f"time / {base}", "temporaries MiB", title=title)

@@ -48,8 +48,8 @@ def start(port: int) -> Faults:
 
     def download(request, response, storage):
         # The generation comes with a download.
-        if found := storage.objects.get(request.params["bucket_name"], {}).get(request.params["object_id"]):
-            response["x-goog-generation"] = found["generation"]
+        if stored := storage.objects.get(request.params["bucket_name"], {}).get(request.params["object_id"]):
+            response["x-goog-generation"] = stored["generation"]
         send(request, response, storage)
 
     def move(request, response, storage, **_):

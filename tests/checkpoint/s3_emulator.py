@@ -57,11 +57,13 @@ def emulate(directory: Path) -> Iterator[tuple[dict[str, str], Faults]]:
     faults, proxy = Faults(), socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(proxy, context, port, faults), daemon=True).start()
     address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-    own = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), address)
-    own |= dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1")  # where jax.distributed has its service
-    own |= {name: str(authority) for name in ("AWS_CA_BUNDLE", "TENSORSTORE_CA_BUNDLE")}
+    environment = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), address)
+    environment |= dict.fromkeys(
+        ("NO_PROXY", "no_proxy"), "localhost,127.0.0.1"
+    )  # where jax.distributed has its service
+    environment |= {name: str(authority) for name in ("AWS_CA_BUNDLE", "TENSORSTORE_CA_BUNDLE")}
     try:
-        yield own, faults
+        yield environment, faults
     finally:
         proxy.close()
         server.stop()
@@ -98,13 +100,13 @@ def _serve(client: socket.socket, context: ssl.SSLContext, port: int, faults: Fa
 
 def _head(connection) -> bytes:
     """Reads up to the empty line that ends the headers; nothing if the client has closed."""
-    found = b""
-    while not found.endswith(b"\r\n\r\n"):
+    received = b""
+    while not received.endswith(b"\r\n\r\n"):
         piece = connection.recv(1)
         if not piece:
             return b""
-        found += piece
-    return found
+        received += piece
+    return received
 
 
 def _body(connection, head: bytes) -> bytes:
@@ -113,24 +115,24 @@ def _body(connection, head: bytes) -> bytes:
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
     if headers.get(b"transfer-encoding") == b"chunked":
         return _chunks(connection)
-    left, found = int(headers.get(b"content-length", 0)), b""
-    while len(found) < left:
-        piece = connection.recv(left - len(found))
+    left, received = int(headers.get(b"content-length", 0)), b""
+    while len(received) < left:
+        piece = connection.recv(left - len(received))
         if not piece:
             break
-        found += piece
-    return found
+        received += piece
+    return received
 
 
 def _chunks(connection) -> bytes:
     """Reads pieces, each behind a line with its length, to the empty one; as they are."""
-    found = b""
-    while not found.endswith(b"\r\n0\r\n\r\n") and found != b"0\r\n\r\n":
+    received = b""
+    while not received.endswith(b"\r\n0\r\n\r\n") and received != b"0\r\n\r\n":
         piece = connection.recv(1)
         if not piece:
             break
-        found += piece
-    return found
+        received += piece
+    return received
 
 
 def _answer(port: int, head: bytes, body: bytes) -> bytes:
@@ -139,10 +141,10 @@ def _answer(port: int, head: bytes, body: bytes) -> bytes:
     request = b"\r\n".join([lines[0], b"Connection: close", *lines[1:]])
     with socket.create_connection(("127.0.0.1", port)) as server:
         server.sendall(request + body)
-        found = b""
+        received = b""
         while piece := server.recv(1 << 16):
-            found += piece
-    return found
+            received += piece
+    return received
 
 
 def _certificates(directory: Path) -> tuple[Path, Path, Path]:

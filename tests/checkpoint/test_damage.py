@@ -47,8 +47,8 @@ def flip(file: Path, at: int, bit: int = 0):
 
 def file_of(step: Path, item: str, array: np.ndarray) -> tuple[Path, int]:
     """Where the bytes of an array lie."""
-    found = [(f, f.read_bytes().find(array.tobytes())) for f in (step / item).rglob("*") if f.is_file()]
-    return next((f, at) for f, at in found if at >= 0)
+    places = [(f, f.read_bytes().find(array.tobytes())) for f in (step / item).rglob("*") if f.is_file()]
+    return next((f, at) for f, at in places if at >= 0)
 
 
 def test_a_copy_is_whole(run):
@@ -129,8 +129,8 @@ def damage(rng: random.Random, file: Path) -> None:
 
 def check_damage(run: Path, rounds: int, seed: int) -> None:
     """Any damage to any file: either all comes back as it was, or DamagedError."""
-    rng, whole, step = random.Random(seed), checkpoint.load(run / "3"), run / "3"
-    like = jax.tree.map(jnp.asarray, {name: whole[name] for name in ("params", "opt")}) if seed % 2 else None
+    rng, undamaged, step = random.Random(seed), checkpoint.load(run / "3"), run / "3"
+    like = jax.tree.map(jnp.asarray, {name: undamaged[name] for name in ("params", "opt")}) if seed % 2 else None
     # Some names are random: by folder and size, a seed damages the same files in every run.
     order = lambda file: (file.parent, file.stat().st_size)
     files, refused = sorted((f for f in step.rglob("*") if f.is_file()), key=order), 0
@@ -144,9 +144,9 @@ def check_damage(run: Path, rounds: int, seed: int) -> None:
             refused += bool(error.leaves)
         else:
             for item in like or ITEMS:
-                for name, want in whole[item].items():
+                for name, want in undamaged[item].items():
                     np.testing.assert_array_equal(got[item][name], want)
-            assert (got["data"], got["meta"]) == (whole["data"], whole["meta"])
+            assert (got["data"], got["meta"]) == (undamaged["data"], undamaged["meta"])
         file.write_bytes(before)
     assert refused > rounds // 10
 

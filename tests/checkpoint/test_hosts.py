@@ -104,9 +104,9 @@ def test_an_export_that_one_host_cannot_write_stops_none(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_sigterm_for_one_host_stops_all_after_the_same_step(tmp_path):
-    one, other = both(tmp_path, "sigterm")
-    code, step, steps = one.split(maxsplit=2)
-    assert one == other and code == "143" and steps == f"[{step}]" and int(step) >= 3
+    first, other = both(tmp_path, "sigterm")
+    code, step, steps = first.split(maxsplit=2)
+    assert first == other and code == "143" and steps == f"[{step}]" and int(step) >= 3
 
 
 @pytest.mark.full

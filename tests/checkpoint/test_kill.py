@@ -73,8 +73,8 @@ def test_killed_again_and_again(tmp_path, uninterrupted, seed):
         if begin + ahead > killed.STEPS:
             break
         assert kill(start(tmp_path), f"{word} {begin + ahead}", rng.random() ** 2 * 0.1)
-        for found in steps(tmp_path)[-2:]:  # an older one may be half-deleted
-            assert checkpoint.verify(tmp_path / str(found)) == []
+        for number in steps(tmp_path)[-2:]:  # an older one may be half-deleted
+            assert checkpoint.verify(tmp_path / str(number)) == []
     state, _ = killed.train(str(tmp_path))
     assert content(state) == uninterrupted
 

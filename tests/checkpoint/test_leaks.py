@@ -22,11 +22,11 @@ def held(expected: tuple[int, int] = (1 << 30, 1 << 30)) -> tuple[int, int]:
     for i in range(20):
         if i % 10 == 0:  # takes longer than the wait, and frees what cycles hold the first time
             gc.collect()
-        found = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        if found[0] <= expected[0] and found[1] <= expected[1]:
+        counts = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        if counts[0] <= expected[0] and counts[1] <= expected[1]:
             break
         time.sleep(0.1)
-    return found
+    return counts
 
 
 @pytest.fixture(autouse=True, scope="module")

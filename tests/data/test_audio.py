@@ -124,12 +124,12 @@ def test_files_and_arrays_are_read_alike(tmp_path):
     files = [written(tmp_path / "a.wav", sound), written(tmp_path / "b.wav", sound, width=4)]
     files += [written(tmp_path / "c.wav", both, channels=2), str(files[0])]
     want = ours(sound)
-    for given in (sound.astype(np.float64), {"array": sound, "sampling_rate": RATE}):
-        np.testing.assert_array_equal(ours(given).frames, want.frames)
-    for given, tolerance in zip(files, (2e-4, 1e-5, 2e-4, 2e-4), strict=True):
-        samples = ours._samples(given)
+    for source in (sound.astype(np.float64), {"array": sound, "sampling_rate": RATE}):
+        np.testing.assert_array_equal(ours(source).frames, want.frames)
+    for source, tolerance in zip(files, (2e-4, 1e-5, 2e-4, 2e-4), strict=True):
+        samples = ours._samples(source)
         np.testing.assert_allclose(samples, sound, rtol=0, atol=tolerance)
-        np.testing.assert_array_equal(ours(given).lengths, want.lengths)
+        np.testing.assert_array_equal(ours(source).lengths, want.lengths)
 
 
 def test_sound_that_cannot_be_read_is_refused(tmp_path):
@@ -179,8 +179,8 @@ def test_settings_are_read_from_a_directory(tmp_path):
         ours = data.AudioProcessor.from_directory(directory(tmp_path, fields, config, nested=nested))
         assert ours == data.AudioProcessor(audio_token=7, begin_token=8, end_token=9, num_bands=64)
     (tmp_path / "preprocessor_config.json").unlink()
-    whole = {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor", "audio_samples_per_token": 320}
-    ours = data.AudioProcessor.from_directory(directory(tmp_path, whole, config))
+    settings = {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor", "audio_samples_per_token": 320}
+    ours = data.AudioProcessor.from_directory(directory(tmp_path, settings, config))
     assert ours == data.WaveformProcessor(audio_token=7, begin_token=8, end_token=9, num_samples=320)
     for name, value in {"hop_length": 80, "dither": 0.1, "per_bin_mean": [1.0], "sampling_rate": 8000}.items():
         with pytest.raises(ValueError, match=f"{name} must be"):
@@ -246,8 +246,8 @@ def test_placeholders_of_clips_are_no_targets(tokenizer, processor, tmp_path):
     """One for every four frames, between two tokens; files are found beside the chats."""
     sound = sounds()
     written(tmp_path / "a.wav", sound[0] * 0.5)
-    found = chat("a.wav", sound[4]) | {"folder": str(tmp_path)}
-    (document,) = tokenized([found], tokenizer, processor)
+    record = chat("a.wav", sound[4]) | {"folder": str(tmp_path)}
+    (document,) = tokenized([record], tokenizer, processor)
     assert document["audio"].lengths.tolist() == [124, 1]
     tokens, targets = document["tokens"], document["targets"]
     counts = [31, 1]
@@ -290,7 +290,7 @@ def test_packed_rows_hold_every_clip_once(tokenizer, processor, images):
         first = 0
         for segment in range(1, row["segment_ids"].max() + 1):
             ids = row["tokens"][row["segment_ids"] == segment]
-            document = next(one for one in documents if np.array_equal(one["tokens"], ids))
+            document = next(candidate for candidate in documents if np.array_equal(candidate["tokens"], ids))
             for clip, length in zip(document["audio"].frames, document["audio"].lengths, strict=True):
                 assert row["audio"].lengths[first] == length
                 np.testing.assert_array_equal(row["audio"].frames[first, :length], clip[:length])
@@ -300,7 +300,7 @@ def test_packed_rows_hold_every_clip_once(tokenizer, processor, images):
         assert not row["audio"].lengths[first:].any() and not row["audio"].frames[first:].any()
         vectors = sum(processor.num_tokens(length) for length in row["audio"].lengths.tolist())
         assert (row["tokens"] == processor.audio_token).sum() == vectors
-    assert sorted(taken) == sorted(one["tokens"].tobytes() for one in documents)
+    assert sorted(taken) == sorted(candidate["tokens"].tobytes() for candidate in documents)
 
 
 def test_rows_without_room_are_refused(tokenizer, processor, images):
@@ -317,8 +317,8 @@ def test_rows_without_room_are_refused(tokenizer, processor, images):
 
 
 def test_padded_rows_have_the_clips_of_their_document(tokenizer, processor):
-    given = [one for i, one in enumerate(chats()) if i % 4 != 1]
-    documents = tokenized(given, tokenizer, processor)
+    short = [record for i, record in enumerate(chats()) if i % 4 != 1]
+    documents = tokenized(short, tokenizer, processor)
     blank = processor.blank(2, 20)
     for document, row in zip(documents, data.pad(documents, length=128, audio=blank), strict=True):
         count = len(document["audio"].lengths)
@@ -327,7 +327,7 @@ def test_padded_rows_have_the_clips_of_their_document(tokenizer, processor):
         size = document["audio"].frames.shape[1]
         np.testing.assert_array_equal(row["audio"].frames[:count, :size], document["audio"].frames)
     small = processor.blank(1, 20)
-    assert 0 < len(list(data.pad(documents, length=128, overlong="drop", audio=small).to_iter_dataset())) < len(given)
+    assert 0 < len(list(data.pad(documents, length=128, overlong="drop", audio=small).to_iter_dataset())) < len(short)
     with pytest.raises(ValueError, match="must fit a row of 1 clips and 20 frames"):
         list(data.pad(documents, length=128, audio=small))
     with pytest.raises(ValueError, match="A document has audio: pad it with audio="):
@@ -335,9 +335,9 @@ def test_padded_rows_have_the_clips_of_their_document(tokenizer, processor):
 
 
 def test_pairs_carry_their_clips(tokenizer, processor):
-    one = chat(sounds()[3])["messages"]
-    pair = {"chosen": one, "rejected": [one[0], {"role": "assistant", "content": "A dog."}]}
-    (found,) = data.pairs([pair], tokenizer, ChatTemplate(TEMPLATE), audio=processor)
-    (row,) = data.pad(grain.MapDataset.source([found]), length=64, audio=processor.blank(1, 30))
+    messages = chat(sounds()[3])["messages"]
+    pair = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": "A dog."}]}
+    (document,) = data.pairs([pair], tokenizer, ChatTemplate(TEMPLATE), audio=processor)
+    (row,) = data.pad(grain.MapDataset.source([document]), length=64, audio=processor.blank(1, 30))
     for half in ("chosen", "rejected"):
         np.testing.assert_array_equal(row[half]["audio"].lengths, [24])

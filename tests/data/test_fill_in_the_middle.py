@@ -93,8 +93,8 @@ def test_tokenizers_without_the_tokens_are_refused():
     named = tokenizer(("[PREFIX]", "[SUFFIX]", "[MIDDLE]"))
     with pytest.raises(ValueError, match="needs a tokenizer with three tokens"):
         data.fill_in_the_middle(source, named)
-    own = list(data.fill_in_the_middle(source, named, tokens=("[PREFIX]", "[SUFFIX]", "[MIDDLE]"), rate=1.0))
-    assert all(document["tokens"][0] == named.token_to_id("[PREFIX]") for document in own)
+    marked = list(data.fill_in_the_middle(source, named, tokens=("[PREFIX]", "[SUFFIX]", "[MIDDLE]"), rate=1.0))
+    assert all(document["tokens"][0] == named.token_to_id("[PREFIX]") for document in marked)
     with pytest.raises(ValueError, match="three tokens"):
         data.fill_in_the_middle(source, named, tokens=("[PREFIX]", "[SUFFIX]"))
     with pytest.raises(ValueError, match="spm_rate must be between 0 and 1, got 2"):

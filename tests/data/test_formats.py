@@ -80,11 +80,11 @@ def test_a_stream_resumes_exactly_on_other_hosts(tmp_path, shards):
         with process(host, hosts):
             return data.Loader(rows, batch_size=shards, num_shards=shards, num_batches=100)
 
-    whole = loader(0, 1)
+    uninterrupted = loader(0, 1)
     for _ in range(3):
-        next(whole)
-    state = json.loads(json.dumps(whole.get_state()))
-    want = [batch["tokens"] for batch in islice(whole, 6)]
+        next(uninterrupted)
+    state = json.loads(json.dumps(uninterrupted.get_state()))
+    want = [batch["tokens"] for batch in islice(uninterrupted, 6)]
     halves = [loader(0, 2), loader(1, 2)]
     for half in halves:
         half.set_state(state)

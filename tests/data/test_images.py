@@ -86,8 +86,8 @@ def test_patches_are_those_of_transformers(size, omni, tmp_path):
     del fields["image_processor_type"]
     want = module.Qwen2VLImageProcessorPil(**fields)(images=[image.transpose(2, 0, 1)], return_tensors="np")
     Image.fromarray(image).save(tmp_path / "image.png")
-    for given in (image, Image.fromarray(image), tmp_path / "image.png", str(tmp_path / "image.png")):
-        got = ours(given)
+    for source in (image, Image.fromarray(image), tmp_path / "image.png", str(tmp_path / "image.png")):
+        got = ours(source)
         np.testing.assert_array_equal(got.grids, want["image_grid_thw"])
         np.testing.assert_allclose(got.pixels, want["pixel_values"], rtol=0, atol=1e-5)
     assert got.pixels.shape[1] == ours.patch_dim and ours.image_token == 7
@@ -146,13 +146,13 @@ def test_pixtral_is_transformers_own(tmp_path, monkeypatch, merge, nested):
     config = {"model_type": "mistral3", "image_token_index": 60, "spatial_merge_size": merge}
     config |= {"vision_config": {"patch_size": 8}}
     ours = data.ImageProcessor.from_directory(directory(tmp_path, settings, config))
-    given = [rgb(*size, seed=i) for i, size in enumerate(SHAPES)]
+    pictures = [rgb(*size, seed=i) for i, size in enumerate(SHAPES)]
     make = module.PixtralImageProcessorPil(**images | {"patch_size": 8 * merge})  # as the processor around it asks for
-    want = make(images=[image.transpose(2, 0, 1) for image in given], return_tensors="np")
-    got = [ours(image) for image in given]
+    want = make(images=[image.transpose(2, 0, 1) for image in pictures], return_tensors="np")
+    got = [ours(image) for image in pictures]
     cut = mistral.Vision(patch_size=8, merge=merge).patches(want["pixel_values"], want["image_sizes"])
     joined = ours.join(got)
-    np.testing.assert_array_equal(joined.grids, np.asarray(cut.grids)[: len(given)])
+    np.testing.assert_array_equal(joined.grids, np.asarray(cut.grids)[: len(pictures)])
     np.testing.assert_allclose(joined.pixels, cut.pixels[: len(joined.pixels)], rtol=0, atol=1e-5)
     # Its module takes a function of one that needs torchvision; this one has it, too.
     monkeypatch.setitem(sys.modules, "transformers.models.pixtral.image_processing_pixtral", module)
@@ -161,9 +161,9 @@ def test_pixtral_is_transformers_own(tmp_path, monkeypatch, merge, nested):
         **places, **{f"{name}_token": word for name, word in zip(PLACES, WORDS, strict=True)}
     )
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for i, one in enumerate(got):
+    for i, patches in enumerate(got):
         text = processor.replace_image_token(around, want, i)
-        assert ours.placeholders(one.grids[0]) == tokenizer.encode(text, add_special_tokens=False).ids
+        assert ours.placeholders(patches.grids[0]) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
@@ -250,19 +250,19 @@ def test_images_of_other_kinds_are_refused(processor):
 def test_each_square_of_patches_has_a_placeholder(tokenizer, processor):
     """As Hugging Face's processor writes them: into the text, before it is tokenized."""
     documents = chats()
-    for document, found in zip(documents, tokenized(documents, tokenizer, processor), strict=True):
+    for document, converted in zip(documents, tokenized(documents, tokenizer, processor), strict=True):
         content = document["messages"][0]["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         shapes = [part["image"].shape for part in parts if part["type"] == "image"]
         written = [part.get("text") or "<image>" * (np.prod(part["image"].shape[:2]) // 64) for part in parts]
         text = f"<user>{''.join(written)}</s><assistant>{document['messages'][1]['content']}</s>"
-        assert found["tokens"].tolist() == tokenizer.encode(text, add_special_tokens=False).ids
-        assert found["images"].grids.tolist() == [[1, height // 4, width // 4] for height, width, _ in shapes]
-        learned = [t for t in found["targets"].tolist() if t >= 0]
+        assert converted["tokens"].tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+        assert converted["images"].grids.tolist() == [[1, height // 4, width // 4] for height, width, _ in shapes]
+        learned = [t for t in converted["targets"].tolist() if t >= 0]
         answer = tokenizer.decode(learned, skip_special_tokens=False)
         assert answer == f"{document['messages'][1]['content']}</s>"
-        at = np.flatnonzero(found["targets"] >= 0)
-        np.testing.assert_array_equal(found["targets"][at], found["tokens"][at + 1])
+        at = np.flatnonzero(converted["targets"] >= 0)
+        np.testing.assert_array_equal(converted["targets"][at], converted["tokens"][at + 1])
 
 
 def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
@@ -271,13 +271,13 @@ def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
     Image.fromarray(image := rgb(16, 8)).save(tmp_path / "images" / "1.png")
     lines = [json.dumps(chat(name)) for name in ("images/1.png", str(tmp_path / "images" / "1.png"), "none.png")]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    found = data.tokenize_chats(
+    chats = data.tokenize_chats(
         data.chats(tmp_path / "chats.jsonl"), tokenizer, ChatTemplate(TEMPLATE), images=processor
     )
     for i in range(2):
-        np.testing.assert_array_equal(found[i]["images"].pixels, processor(image).pixels)
+        np.testing.assert_array_equal(chats[i]["images"].pixels, processor(image).pixels)
     with pytest.raises(ValueError, match=r"chats.jsonl: byte \d+: FileNotFoundError.*none.png"):
-        found[2]
+        chats[2]
 
 
 def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):
@@ -306,15 +306,15 @@ def pieces(rows, image_token: int):
         ends = np.cumsum(row["images"].grids.prod(axis=1))
         begin = taken = 0
         for segment in range(1, row["segment_ids"].max() + 1):
-            own = row["segment_ids"] == segment
+            inside = row["segment_ids"] == segment
             begin = taken
-            patches = 4 * int((row["tokens"][own] == image_token).sum())
+            patches = 4 * int((row["tokens"][inside] == image_token).sum())
             taken += patches
             images = [i for i, end in enumerate(ends) if begin < end <= taken and row["images"].grids[i].any()]
             assert sum(row["images"].grids[i].prod() for i in images) == patches
             yield (
-                row["tokens"][own],
-                row["targets"][own],
+                row["tokens"][inside],
+                row["targets"][inside],
                 row["images"].pixels[begin:taken],
                 row["images"].grids[images],
             )
@@ -326,10 +326,10 @@ def test_rows_hold_every_document_with_its_images(tokenizer, processor):
     rows = rows_of(grain.MapDataset.source(documents), processor, bins=3)
     shapes = {(row["images"].pixels.shape, row["images"].grids.shape, row["tokens"].shape) for row in rows}
     assert shapes == {((40, 48), (10, 3), (32,))} and "positions" not in rows[0]
-    found = {tuple(tokens): rest for tokens, *rest in pieces(rows, processor.image_token)}
-    assert len(found) == len(documents) > len(rows)
+    packed = {tuple(tokens): rest for tokens, *rest in pieces(rows, processor.image_token)}
+    assert len(packed) == len(documents) > len(rows)
     for document in documents:
-        targets, pixels, grids = found[tuple(document["tokens"])]
+        targets, pixels, grids = packed[tuple(document["tokens"])]
         np.testing.assert_array_equal(targets, document["targets"])
         np.testing.assert_array_equal(pixels, document["images"].pixels)
         np.testing.assert_array_equal(grids, document["images"].grids)

@@ -62,18 +62,18 @@ class Hosts:
     def __init__(self, count, state=None, **kwargs):
         self.loaders = [loader(host=i, hosts=count, **kwargs) for i in range(count)]
         if state is not None:
-            for one in self.loaders:
-                one.set_state(state)
+            for host in self.loaders:
+                host.set_state(state)
 
     def __next__(self):
-        whole = {}
-        for one in self.loaders:
-            for name, rows in next(one).items():
-                whole.setdefault(name, np.full((BATCH, *rows.shape[1:]), -7, rows.dtype))[one.rows] = rows
-        return whole
+        joined = {}
+        for loader in self.loaders:
+            for name, rows in next(loader).items():
+                joined.setdefault(name, np.full((BATCH, *rows.shape[1:]), -7, rows.dtype))[loader.rows] = rows
+        return joined
 
     def get_state(self):
-        return through_json({shard: state for one in self.loaders for shard, state in one.get_state().items()})
+        return through_json({shard: state for loader in self.loaders for shard, state in loader.get_state().items()})
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_a_loader_follows_a_sharding():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     everything = NamedSharding(mesh, PartitionSpec("data", "tensor"))
     rows = partial(shard_rows, docs=shuffled())
-    one = data.Loader(rows, batch_size=BATCH, num_shards=SHARDS)
-    one.follow(everything)
-    np.testing.assert_array_equal(one.rows, np.arange(BATCH))
+    loader = data.Loader(rows, batch_size=BATCH, num_shards=SHARDS)
+    loader.follow(everything)
+    np.testing.assert_array_equal(loader.rows, np.arange(BATCH))
     with pytest.raises(ValueError, match="batch_size=6 does not divide over the mesh"):
         data.Loader(rows, batch_size=6, num_shards=SHARDS).follow(everything)
 
@@ -196,16 +196,16 @@ def test_hosts_that_do_not_divide_the_shards_share_them():
                 loaders.append(make())
         held = {(1, 2): [1, 1], (2, 3): [1, 2, 1], (6, 4): [2] * 4}
         assert [len(each.shards) for each in loaders] == held[num_shards, hosts]
-        whole = make()
-        assert {len(one.rows) for one in loaders} == {BATCH // hosts}
+        single = make()
+        assert {len(loader.rows) for loader in loaders} == {BATCH // hosts}
         for _ in range(3):
-            want, got = next(whole), [next(one) for one in loaders]
+            want, got = next(single), [next(loader) for loader in loaders]
             for name in want:
                 np.testing.assert_array_equal(np.concatenate([batch[name] for batch in got]), want[name])
-        states = [one.get_state() for one in loaders]
-        assert {shard: state for one in states for shard, state in one.items()} == whole.get_state()
+        states = [loader.get_state() for loader in loaders]
+        assert {shard: state for loader in states for shard, state in loader.items()} == single.get_state()
         if num_shards == 1:
-            assert {len(list(one)) for one in loaders} == {len(list(whole))}
+            assert {len(list(loader)) for loader in loaders} == {len(list(single))}
 
 
 TWO_PROCESSES = """

@@ -123,8 +123,8 @@ def test_blends_are_those_of_blended_dataset(megatron, tmp_path, weights, num_sa
     prefixes = [write(tmp_path / name, corpus(i, 40 + 9 * i)) for i, name in enumerate("abc")]
     # Megatron's builder has no cache of blends without torch.distributed.
     theirs = of_megatron(megatron, tmp_path, (prefixes, weights), [num_samples, 10, 10], path_to_cache=None)[0]
-    given = prefixes if weights is None else dict(zip(prefixes, weights, strict=True))
-    ours = data.megatron_samples(given, length=LENGTH, num_samples=num_samples, seed=SEED, split=SPLIT)
+    source = prefixes if weights is None else dict(zip(prefixes, weights, strict=True))
+    ours = data.megatron_samples(source, length=LENGTH, num_samples=num_samples, seed=SEED, split=SPLIT)
     pairs = [theirs[i] for i in range(len(theirs))]
     wanted = np.stack([np.append(pair["tokens"], pair["labels"][-1]) for pair in pairs])
     np.testing.assert_array_equal(rows(ours), wanted)
@@ -173,12 +173,16 @@ def test_damaged_and_mistaken(tmp_path):
     with pytest.raises(ValueError, match="need positive ones and num_samples="):
         data.megatron_samples({prefix: 1.0}, length=8)
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    whole = index.read_bytes()
-    for damaged, message in ((whole[:20], "no index"), (b"X" + whole[1:], "no index"), (whole[:90], "ends within")):
+    content = index.read_bytes()
+    for damaged, message in (
+        (content[:20], "no index"),
+        (b"X" + content[1:], "no index"),
+        (content[:90], "ends within"),
+    ):
         index.write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
             data.megatron_documents(prefix)
-    index.write_bytes(whole)
+    index.write_bytes(content)
     tokens.write_bytes(tokens.read_bytes()[:-2])
     with pytest.raises(ValueError, match="one of them was damaged"):
         data.megatron_documents(prefix)

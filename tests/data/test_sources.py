@@ -75,9 +75,9 @@ def test_in_memory():
 
 @pytest.mark.full
 def test_python_docs_is_long_and_always_the_same():
-    found = _sources._python_docs.__wrapped__()
-    assert sum(map(len, found)) > 1_500_000
-    assert list(found) == texts(data.python_docs())
+    docs = _sources._python_docs.__wrapped__()
+    assert sum(map(len, docs)) > 1_500_000
+    assert list(docs) == texts(data.python_docs())
 
 
 def test_python_docs_is_topics_and_docstrings_in_order(tmp_path, monkeypatch):
@@ -91,10 +91,10 @@ def test_python_docs_is_topics_and_docstrings_in_order(tmp_path, monkeypatch):
     (tmp_path / "test").mkdir()
     write(tmp_path / "test" / "left_out.py", b'"""Left out."""\n')
     monkeypatch.setattr(_sources.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = _sources._python_docs.__wrapped__()
-    assert found[-2:] == ("First.\n\nOf g.", "Second.\n\nOf f.\n\nMore.\n\nOf C.")
-    assert list(found[:-2]) == [topics[name] for name in sorted(topics) if topics[name].strip()]
-    assert any("list comprehension" in text for text in found)
+    docs = _sources._python_docs.__wrapped__()
+    assert docs[-2:] == ("First.\n\nOf g.", "Second.\n\nOf f.\n\nMore.\n\nOf C.")
+    assert list(docs[:-2]) == [topics[name] for name in sorted(topics) if topics[name].strip()]
+    assert any("list comprehension" in text for text in docs)
 
 
 @pytest.mark.parametrize(

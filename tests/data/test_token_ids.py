@@ -177,8 +177,8 @@ def test_fields_of_a_record_are_not_those_of_later_stages(tmp_path):
             chats = data.chats(tmp_path / "a.jsonl")
             table = data.records([record], field="messages")
             each = [text, *(data.tokenize_chats(source, TOKENIZER, TEMPLATE) for source in (chats, table))]
-            rows.append([next(iter(data.pack(one, length=32, overlong={"a": "drop"}))) for one in each])
-            lengths.append([data.pad(one, length=32)[0] for one in each[1:]])
+            rows.append([next(iter(data.pack(records, length=32, overlong={"a": "drop"}))) for records in each])
+            lengths.append([data.pad(records, length=32)[0] for records in each[1:]])
         for before, after in zip([*rows[0], *lengths[0]], [*rows[1], *lengths[1]], strict=True):
             assert before.keys() == after.keys()
             assert all((before[name] == after[name]).all() for name in before)

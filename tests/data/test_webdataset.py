@@ -43,10 +43,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def first_tokens(batches) -> list[int]:
-    return [int(t) for batch in batches for t in batch["tokens"][batch["positions"] == 0][:1]]
-
-
 def test_samples_are_documents(folder):
     documents = list(data.WebDataset(folder)[:])
     assert len(documents) == 24
@@ -102,12 +98,12 @@ def test_resumed_is_uninterrupted(folder, num_shards):
         rows = lambda part: data.pack(source[part], length=16, bins=2)
         return data.Loader(rows, batch_size=8, num_shards=num_shards, prefetch=1)
 
-    whole, states = loader(), []
+    uninterrupted, states = loader(), []
     batches = []
     for _ in range(12):
-        states.append(json.loads(json.dumps(whole.get_state())))
-        batches.append(next(whole)["tokens"])
-    whole.close()
+        states.append(json.loads(json.dumps(uninterrupted.get_state())))
+        batches.append(next(uninterrupted)["tokens"])
+    uninterrupted.close()
     for i in (0, 1, 2, 3, 5, 8, 11):
         resumed = loader()
         if i:
@@ -134,9 +130,9 @@ def test_a_stream_is_tokenized_and_mixed(folder):
 
 def test_damage_is_named(folder, tmp_path):
     path = tmp_path / "bad.tar"
-    whole = (folder / "0.tar").read_bytes()
-    cut = (whole[:700], whole[:1200], whole[:4096], whole[:1024] + b"x" * 512 + whole[1536:])
-    for damaged in (b"no tar file" * 100, b"", gzip.compress(whole), *cut):
+    content = (folder / "0.tar").read_bytes()
+    cut = (content[:700], content[:1200], content[:4096], content[:1024] + b"x" * 512 + content[1536:])
+    for damaged in (b"no tar file" * 100, b"", gzip.compress(content), *cut):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"bad\.tar: this is no tar file, a compressed or a damaged one"):
             list(data.WebDataset(path)[:])

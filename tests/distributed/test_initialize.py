@@ -55,8 +55,8 @@ def test_found_in_the_environment(case, monkeypatch):
     env, want = CASES[case]
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    found = distributed.find()
-    got = found and (found.coordinator, found.num_processes, found.process_id, found.local_device_ids)
+    cluster = distributed.find()
+    got = cluster and (cluster.coordinator, cluster.num_processes, cluster.process_id, cluster.local_device_ids)
     if got and got[0].startswith("10.96.0.1:"):  # the port is jax's choice
         got, want = (got[1:], want[1:])
     assert got == want
@@ -95,15 +95,15 @@ def test_incomplete_addresses_are_no_single_process(change, message, monkeypatch
     monkeypatch.setenv("JAX_NUM_PROCESSES", "")
     for name, value in (OPEN_MPI | OLD_URI).items():
         monkeypatch.setenv(name, value)
-    found = distributed.find()
-    assert found is not None and (found.num_processes, found.process_id) == (4, 2)
+    cluster = distributed.find()
+    assert cluster is not None and (cluster.num_processes, cluster.process_id) == (4, 2)
 
 
-@pytest.mark.parametrize("given", ["here", "[::1]", "[::1]:99", "here:99"])
-def test_a_coordinator_has_a_port_or_gets_one(given):
-    found = distributed.find(given, 2, 1)
-    assert found is not None and found.coordinator == (
-        given if given.endswith(":99") else f"{given}:{distributed.PORT}"
+@pytest.mark.parametrize("address", ["here", "[::1]", "[::1]:99", "here:99"])
+def test_a_coordinator_has_a_port_or_gets_one(address):
+    cluster = distributed.find(address, 2, 1)
+    assert cluster is not None and cluster.coordinator == (
+        address if address.endswith(":99") else f"{address}:{distributed.PORT}"
     )
 
 

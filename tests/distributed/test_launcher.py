@@ -36,8 +36,8 @@ def starts(directory: Path) -> list[int]:
 def test_processes_find_each_other_and_all_must_end_well(tmp_path):
     body = "(here / f'{own}.json').write_text(json.dumps([os.environ['JAX_COORDINATOR_ADDRESS'], count]))"
     assert launch(program(tmp_path, body), tmp_path, processes=[3]) == 0
-    found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
-    assert found[0] == found[1] == found[2] and found[0][0].startswith("127.0.0.1:") and found[0][1] == 3
+    reports = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
+    assert reports[0] == reports[1] == reports[2] and reports[0][0].startswith("127.0.0.1:") and reports[0][1] == 3
     assert starts(tmp_path) == [3]
 
 

@@ -33,8 +33,10 @@ def alone(tmp_path_factory) -> Path:
 def start(count: int, *arguments, **more: str) -> list[subprocess.Popen]:
     addresses = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
     command = [*PROGRAM, *map(str, arguments)]
-    own = lambda i: ENVIRONMENT | more | addresses | {"JAX_PROCESS_ID": str(i)}
-    return [subprocess.Popen(command, env=own(i), cwd=ROOT, stderr=subprocess.PIPE, text=True) for i in range(count)]
+    environment = lambda i: ENVIRONMENT | more | addresses | {"JAX_PROCESS_ID": str(i)}
+    return [
+        subprocess.Popen(command, env=environment(i), cwd=ROOT, stderr=subprocess.PIPE, text=True) for i in range(count)
+    ]
 
 
 def launched(directory: Path, processes: str, *arguments) -> subprocess.Popen:
@@ -45,12 +47,12 @@ def launched(directory: Path, processes: str, *arguments) -> subprocess.Popen:
 
 def rows(directory: Path) -> dict[tuple[int, int], list]:
     """The tokens of each row of each global batch; where several processes read one, they must agree."""
-    found: dict[tuple[int, int], list] = {}
+    by_step: dict[tuple[int, int], list] = {}
     for path in directory.glob("rows-*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             content = [line["tokens"], line["segments"]]
-            assert found.setdefault((line["batch"], line["row"]), content) == content
-    return found
+            assert by_step.setdefault((line["batch"], line["row"]), content) == content
+    return by_step
 
 
 def trajectory(directory: Path) -> tuple[list[tuple[int, str]], list[float]]:

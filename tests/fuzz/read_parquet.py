@@ -22,9 +22,9 @@ def make(directory: Path) -> None:
 
 def read(directory: Path) -> None:
     (path,) = directory.iterdir()
-    found = data.parquet(path, field=path.stem)
-    for i in range(min(len(found), 10)):
-        found[i]
+    documents = data.parquet(path, field=path.stem)
+    for i in range(min(len(documents), 10)):
+        documents[i]
 
 
 # pyarrow's threads count as address space.

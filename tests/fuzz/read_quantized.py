@@ -19,7 +19,7 @@ def make(directory: Path) -> None:
 
 def read(directory: Path) -> None:
     manifest = files._read(directory / files.MANIFEST)
-    assert all(isinstance(one, formats.Format) and str(one) for one in manifest["formats"].values())
+    assert all(isinstance(kind, formats.Format) and str(kind) for kind in manifest["formats"].values())
 
 
 TARGET = Target(make, read, {files.MANIFEST: "json"})

@@ -18,9 +18,9 @@ def make(directory: Path) -> None:
 
 def read(directory: Path) -> None:
     (path,) = directory.iterdir()
-    found = READERS[path.name](path)
-    for i in range(min(len(found), 10)):
-        found[i]
+    documents = READERS[path.name](path)
+    for i in range(min(len(documents), 10)):
+        documents[i]
 
 
 READERS = {

@@ -21,8 +21,8 @@ def files() -> dict[str, str]:
     words.normalizer, words.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("b", -2.5)], unk_id=0, byte_fallback=False))
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
-    whole = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
-    kinds = {"bpe": bpe, "wordpiece": words, "unigram": unigram, "wordlevel": whole}
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    kinds = {"bpe": bpe, "wordpiece": words, "unigram": unigram, "wordlevel": tokenizer}
     return {f"{name}/tokenizer.json": json.dumps(json.loads(kind.to_str())) for name, kind in kinds.items()}
 
 

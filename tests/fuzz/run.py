@@ -60,24 +60,24 @@ class Target:
 
 def targets() -> dict[str, Target]:
     names = sorted(m.name for m in pkgutil.iter_modules(fuzz.__path__) if m.name.startswith("read_"))
-    found = {name.removeprefix("read_"): importlib.import_module(f"tests.fuzz.{name}").TARGET for name in names}
-    return {name: target for name, target in found.items() if importlib.util.find_spec(target.needs)}
+    modules = {name.removeprefix("read_"): importlib.import_module(f"tests.fuzz.{name}").TARGET for name in names}
+    return {name: target for name, target in modules.items() if importlib.util.find_spec(target.needs)}
 
 
 class Slow(BaseException):
     """An input that took too long."""
 
 
-def one(name: str, target: Target, number: int, whole: dict[str, bytes], directory: Path) -> str | None:
+def one(name: str, target: Target, number: int, undamaged: dict[str, bytes], directory: Path) -> str | None:
     """Reads one damaged input; returns a description of a wrong outcome, or None."""
     rng = random.Random(f"{name} {number}")
     chosen = rng.choice(sorted(target.kinds))
     path = directory / (Path(chosen).name if target.alone else chosen)
-    _write(path, mutate(whole[chosen], target.kinds[chosen], rng))
+    _write(path, mutate(undamaged[chosen], target.kinds[chosen], rng))
     # The other files stay from input to input; a reader may have removed some.
-    for file in () if target.alone else whole.keys() - {chosen}:
+    for file in () if target.alone else undamaged.keys() - {chosen}:
         if not os.path.exists(other := directory / file):
-            _write(other, whole[file])
+            _write(other, undamaged[file])
     try:
         return _wrong(target, chosen, directory)
     finally:
@@ -127,10 +127,10 @@ def whole_files(target: Target) -> dict[str, bytes]:
 
 def files_in(root: Path, target: Target) -> dict[str, bytes]:
     """The whole files by name; all that the target damages are among them."""
-    whole = {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
-    if missing := sorted(set(target.kinds) - set(whole)):
-        raise ValueError(f"make must write every file of kinds, it wrote {sorted(whole)} and not {missing}")
-    return whole
+    contents = {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    if missing := sorted(set(target.kinds) - set(contents)):
+        raise ValueError(f"make must write every file of kinds, it wrote {sorted(contents)} and not {missing}")
+    return contents
 
 
 @dataclasses.dataclass
@@ -146,7 +146,7 @@ class Result:
 
 def fuzz_one(name: str, target: Target, seconds: float, first: int = 0, inputs: int = 1 << 62) -> Result:
     """Reads so many inputs, or for so many seconds, in children that are replaced when they die or are old."""
-    whole, result, end = whole_files(target), Result(), time.monotonic() + seconds
+    undamaged, result, end = whole_files(target), Result(), time.monotonic() + seconds
     shared = mmap.mmap(-1, 16)  # the number of the input that is read now
     number, last = first, first + inputs - 1
     while time.monotonic() < end and number <= last:
@@ -154,7 +154,7 @@ def fuzz_one(name: str, target: Target, seconds: float, first: int = 0, inputs: 
             shared[:8] = number.to_bytes(8, "little")
             if (child := os.fork()) == 0:
                 until = min(end, time.monotonic() + _CHILD)
-                _work(name, target, range(number, last + 1), whole, Path(root) / "in", shared, said, until)
+                _work(name, target, range(number, last + 1), undamaged, Path(root) / "in", shared, said, until)
             status, used = _watch(child, shared)
             result.seconds += used
             reached = int.from_bytes(shared[:8], "little")
@@ -174,7 +174,7 @@ def fuzz_one(name: str, target: Target, seconds: float, first: int = 0, inputs: 
 
 
 def _work(
-    name: str, target: Target, numbers: range, whole: Any, directory: Path, shared: Any, said: Any, end: float
+    name: str, target: Target, numbers: range, undamaged: Any, directory: Path, shared: Any, said: Any, end: float
 ) -> None:
     """The child: never returns."""
     status = 3
@@ -189,7 +189,7 @@ def _work(
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         for number in numbers:
             shared[:8] = number.to_bytes(8, "little")
-            if wrong := limited(one, name, target, number, whole, directory):
+            if wrong := limited(one, name, target, number, undamaged, directory):
                 said.write(json.dumps([number, wrong]) + "\n")
                 said.flush()
             if time.monotonic() > end:
@@ -249,8 +249,8 @@ def main() -> int:
     for name in args.targets:
         result = fuzz_one(name, known[name], args.seconds, args.first, args.inputs)
         speed = result.inputs / max(result.seconds, 1e-9)
-        found = f"{len(result.findings)} findings"
-        print(f"{name}: {result.inputs} inputs, {found}, {speed:.0f} inputs a CPU second", flush=True)
+        summary = f"{len(result.findings)} findings"
+        print(f"{name}: {result.inputs} inputs, {summary}, {speed:.0f} inputs a CPU second", flush=True)
         for text, numbers in result.findings.items():
             bad = True
             print(f"  {len(numbers)} times, such as {numbers[0]}: {text}", flush=True)

@@ -39,10 +39,10 @@ def test_damaged_files_end_in_documented_errors(name, tmp_path):
     (tmp_path / "whole").mkdir()
     # Not `whole_files`, which forks: this process has threads, and its child might wait for ever.
     target.make(tmp_path / "whole")
-    whole = run.files_in(tmp_path / "whole", target)
+    undamaged = run.files_in(tmp_path / "whole", target)
     directory.mkdir(parents=True)
-    found = [run.limited(run.one, name, target, number, whole, directory) for number in range(QUICK[name])]
-    assert [wrong for wrong in found if wrong] == []
+    results = [run.limited(run.one, name, target, number, undamaged, directory) for number in range(QUICK[name])]
+    assert [wrong for wrong in results if wrong] == []
     assert [p.name for p in outside.iterdir()] == ["in"]
 
 
@@ -191,18 +191,18 @@ def test_a_manifest_of_tokens_that_is_none(change, tmp_path):
 @pytest.mark.parametrize("name", ["a.array_record", "tokens-00000.array_record"])
 def test_a_damaged_array_record_is_named(name, tmp_path):
     read_array_record.make(tmp_path)
-    path, found = tmp_path / name, 0
-    whole = path.read_bytes()
+    path, num_named = tmp_path / name, 0
+    content = path.read_bytes()
     for at in (*range(0, 500, 9), *range(-120, 0, 9)):  # records lie in the first bytes, their index in the last
-        at %= len(whole)
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        at %= len(content)
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
         with contextlib.suppress(ValueError):
             read_array_record.read(tmp_path)
             continue
-        found += 1
+        num_named += 1
         with pytest.raises(ValueError, match=str(tmp_path)):
             read_array_record.read(tmp_path)
-    assert found > 0
+    assert num_named > 0
 
 
 @pytest.mark.parametrize("at", [3, 30, 100, -30, -6])
@@ -212,10 +212,10 @@ def test_a_damaged_parquet_file_is_named(at, tmp_path):
 
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": ["one", "two"]}), path, write_page_checksum=True)
-    whole = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes())
     for value in range(0, 256, 15):
-        whole[at] = value
-        path.write_bytes(whole)
+        content[at] = value
+        path.write_bytes(content)
         problem = ""
         try:
             assert [document["text"] for document in data.parquet(path)] == ["one", "two"]

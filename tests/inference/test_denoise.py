@@ -98,9 +98,9 @@ def test_cached_blocks_equal_uncached_ones(blocks, options):
 
 
 def test_texts_end_with_their_stop_token(blocks):
-    whole = denoise(blocks, PROMPTS[:1], mask_token=MASK, max_new_tokens=9, steps=2).texts[0]
-    stopped = denoise(blocks, PROMPTS[:1], mask_token=MASK, max_new_tokens=9, steps=2, stop_token_ids=[whole[1]])
-    assert stopped.texts == [whole[: whole.index(whole[1]) + 1]]
+    text = denoise(blocks, PROMPTS[:1], mask_token=MASK, max_new_tokens=9, steps=2).texts[0]
+    stopped = denoise(blocks, PROMPTS[:1], mask_token=MASK, max_new_tokens=9, steps=2, stop_token_ids=[text[1]])
+    assert stopped.texts == [text[: text.index(text[1]) + 1]]
     assert stopped.steps == 2  # one block
 
 

@@ -119,7 +119,7 @@ def test_a_guess_sees_the_last_keys_alone(generator, drafter):
         out = model(tokens, cache=cache, dtype=jnp.float32)
         after = model(refused, cache=out.cache, dtype=jnp.float32)
         rewound = dataclasses.replace(after.cache, length=out.cache.length)
-        keys = [drafter.target_keys(model, one, jnp.float32) for one in (out.cache, rewound)]
+        keys = [drafter.target_keys(model, kept, jnp.float32) for kept in (out.cache, rewound)]
         embedded = model.embed_tokens(tokens[:, :1], jnp.float32)
         return [drafter(embedded, out.hidden[:, -1:], k, out.cache.length)[0] for k in keys]
 
@@ -203,24 +203,24 @@ def transformers(monkeypatch):
     since a property of its configs (pull request 47290) looks for layers that share; here it finds them.
     """
     pytest.importorskip("torch")
-    found = pytest.importorskip("transformers")
+    module = pytest.importorskip("transformers")
 
     def modes(self):
-        own = self.num_hidden_layers - (self.num_kv_shared_layers or 0)
-        last = {kind: i for i, kind in enumerate(self.layer_types[:own])}
-        return ["reuse" if i >= own else "store" if last[k] == i else None for i, k in enumerate(self.layer_types)]
+        num_own = self.num_hidden_layers - (self.num_kv_shared_layers or 0)
+        last = {kind: i for i, kind in enumerate(self.layer_types[:num_own])}
+        return ["reuse" if i >= num_own else "store" if last[k] == i else None for i, k in enumerate(self.layer_types)]
 
-    for config in (found.Gemma4TextConfig, found.Gemma4UnifiedTextConfig):
+    for config in (module.Gemma4TextConfig, module.Gemma4UnifiedTextConfig):
         monkeypatch.setattr(config, "kv_sharing_modes", property(modes))
-    return found
+    return module
 
 
 def theirs(model, directory, cls):
     """The export of a model as transformers opens it: nothing is missing or left over."""
     maxlib.save_pretrained(model, directory)
-    found, info = cls.from_pretrained(directory, attn_implementation="eager", output_loading_info=True)
+    loaded, info = cls.from_pretrained(directory, attn_implementation="eager", output_loading_info=True)
     assert not any(info.values()), info
-    return found.eval()
+    return loaded.eval()
 
 
 @pytest.mark.full
@@ -256,8 +256,8 @@ def test_scores_and_texts_are_those_of_transformers(tmp_path, transformers, gene
     for prompt, text in zip(PROMPTS, plain, strict=True):
         row = torch.tensor([prompt])
         with torch.no_grad():
-            found = target.generate(row, attention_mask=torch.ones_like(row), assistant_model=draft, **options)
-        assert found[0, len(prompt) :].tolist() == text
+            generated = target.generate(row, attention_mask=torch.ones_like(row), assistant_model=draft, **options)
+        assert generated[0, len(prompt) :].tolist() == text
 
 
 @pytest.mark.full

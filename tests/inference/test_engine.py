@@ -31,8 +31,8 @@ def test_greedy_equals_one_prompt_at_a_time(model, engine):
     alone = Generator(model, dtype=jnp.float32)
     want = [alone.generate([p], max_new_tokens=n, capacity=32)[0] for p, n in zip(PROMPTS, LIMITS, strict=True)]
     got = engine.generate(PROMPTS, max_new_tokens=LIMITS)
-    assert [one.tokens for (one,) in got] == want
-    assert {(one.finish_reason, one.sampler) for (one,) in got} == {("length", inference.GREEDY)}
+    assert [completion.tokens for (completion,) in got] == want
+    assert {(completion.finish_reason, completion.sampler) for (completion,) in got} == {("length", inference.GREEDY)}
 
 
 def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, monkeypatch):
@@ -43,17 +43,17 @@ def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, m
     repeated = [prompt for prompt in PROMPTS[:3] for _ in range(3)]
     alone = Generator(model, dtype=jnp.float32)
     rows = alone.generate(repeated, max_new_tokens=5, sampler=sampler, key=key, capacity=32)
-    assert [one.tokens for group in got for one in group] == rows and len(calls) == 3
-    assert len({tuple(one.tokens) for one in got[0]}) > 1
+    assert [completion.tokens for group in got for completion in group] == rows and len(calls) == 3
+    assert len({tuple(completion.tokens) for completion in got[0]}) > 1
 
 
 def test_calls_without_a_key_draw_anew_and_runs_alike(model, engine):
     """Rollouts of two rounds must not be the same noise; a run that is started again must be the same run."""
 
     def rounds(seed):
-        own = LocalEngine(model, slots=2, capacity=32, dtype=jnp.float32, seed=seed)
+        fresh = LocalEngine(model, slots=2, capacity=32, dtype=jnp.float32, seed=seed)
         draw = lambda **key: [
-            one.tokens for (one,) in own.generate(PROMPTS, max_new_tokens=4, sampler=Sampler(), **key)
+            completion.tokens for (completion,) in fresh.generate(PROMPTS, max_new_tokens=4, sampler=Sampler(), **key)
         ]
         return [draw(), draw(key=jax.random.key(7)), draw()]
 
@@ -65,23 +65,23 @@ def test_calls_without_a_key_draw_anew_and_runs_alike(model, engine):
 def test_a_stop_token_ends_a_row_and_belongs_to_it(engine):
     free = engine.generate(PROMPTS, max_new_tokens=6)
     stop = free[0][0].tokens[2]
-    for whole, got in zip(free, engine.generate(PROMPTS, max_new_tokens=6, stop_token_ids=[stop]), strict=True):
-        tokens, ended = whole[0].tokens, stop in whole[0].tokens
+    for unstopped, got in zip(free, engine.generate(PROMPTS, max_new_tokens=6, stop_token_ids=[stop]), strict=True):
+        tokens, ended = unstopped[0].tokens, stop in unstopped[0].tokens
         assert got[0].tokens == (tokens[: tokens.index(stop) + 1] if ended else tokens)
         assert got[0].finish_reason == ("stop" if ended else "length")
 
 
 def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(model, engine):
     got = engine.generate(PROMPTS, max_new_tokens=6, sampler=Sampler(temperature=0.7, top_p=0.9))
-    whole = [prompt + one.tokens for prompt, (one,) in zip(PROMPTS, got, strict=True)]
-    padded = jnp.asarray([ids + [0] * (32 - len(ids)) for ids in whole])
+    rows = [prompt + completion.tokens for prompt, (completion,) in zip(PROMPTS, got, strict=True)]
+    padded = jnp.asarray([ids + [0] * (32 - len(ids)) for ids in rows])
     scores = (
         np.asarray(jax.jit(lambda ids: model.logits(model(ids, dtype=jnp.float32).hidden))(padded), np.float64) / 0.7
     )
     want = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    for row, prompt, (one,) in zip(want, PROMPTS, got, strict=True):
+    for row, prompt, (completion,) in zip(want, PROMPTS, got, strict=True):
         at = np.arange(6)
-        np.testing.assert_allclose(one.log_probs, row[len(prompt) - 1 + at, one.tokens], atol=1e-5)
+        np.testing.assert_allclose(completion.log_probs, row[len(prompt) - 1 + at, completion.tokens], atol=1e-5)
 
 
 def test_new_weights_compile_nothing(model, engine):

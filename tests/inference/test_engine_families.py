@@ -46,10 +46,13 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
     limits = [longest - len(prompt) for prompt in prompts]
     temperature = TEMPERATURES.get(family, 0.8)
     sampler = inference.Sampler(temperature=temperature)
-    found = [one for (one,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))]
+    completions = [
+        completion
+        for (completion,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))
+    ]
     batch = post_training.completion_batch(
         prompts,
-        found,
+        completions,
         np.ones(3),
         length=LENGTH,
     )

@@ -40,15 +40,15 @@ def test_images_of_any_size(name):
     case = parity.golden(name)[case]
     cfg = family.FAMILY.fields.read(HFConfig(case["config"]))
     model = filled(lambda: family.FAMILY.model(cfg, rngs=nnx.Rngs(0)))
-    found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
+    patches, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
     picture = lambda *numbers: nn.vision.pad_patches(
-        np.concatenate([found.pixels[ends[i] : ends[i + 1]] for i in numbers]), found.grids[list(numbers)]
+        np.concatenate([patches.pixels[ends[i] : ends[i + 1]] for i in numbers]), patches.grids[list(numbers)]
     )
     first, second = case["tokens"].tolist()
     prompts = [first, [3, 8, 8, 1, 30], second[:13], second[:13]]
     other = nn.vision.Patches(picture(2).pixels[::-1].copy(), picture(2).grids)
     pixels = np.concatenate([picture(0, 1, 2).pixels[: ends[3]], other.pixels[: ends[3] - ends[2]]])
-    all_images = nn.vision.pad_patches(pixels, np.concatenate([found.grids[:3], found.grids[2:3]]))
+    all_images = nn.vision.pad_patches(pixels, np.concatenate([patches.grids[:3], patches.grids[2:3]]))
     want, got, engine = texts(model, prompts, [picture(0, 1), None, picture(2), other], all_images)
     assert [completion.tokens for completion in got] == want
     assert abs(got[2].log_probs[0] - got[3].log_probs[0]) > 1e-3  # of another picture; texts may be alike

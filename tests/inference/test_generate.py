@@ -90,7 +90,9 @@ def test_an_engine_and_a_generator_end_completions_alike(generator):
     stop = [generator.generate(PROMPTS, max_new_tokens=6)[0][2]]
     engine = inference.LocalEngine(generator.model, slots=2, dtype=jnp.float32)
     groups = engine.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop)
-    assert generator.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop) == [one.tokens for (one,) in groups]
+    assert generator.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop) == [
+        completion.tokens for (completion,) in groups
+    ]
 
 
 def test_stream_yields_what_generate_returns(generator):

@@ -52,7 +52,7 @@ def test_scores_are_sums_over_continuations(generator, log_probs):
         want = log_probs(row[:-1])[-len(continuation) :]
         assert got[n][0] == pytest.approx(sum(want[np.arange(len(continuation)), continuation]), abs=2e-5)
         assert got[n][1] == (want.argmax(-1) == continuation).all()
-    assert [found[1] for _, found in sorted(got.items())] == [False, False, False, True]
+    assert [scored[1] for _, scored in sorted(got.items())] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * 9)])
@@ -108,7 +108,7 @@ def test_continuations_end_at_each_of_several_tokens_and_at_special_ones(generat
 
 
 def test_options_of_tasks():
-    options = lambda **given: _harness._options(given, 256)
+    options = lambda **settings: _harness._options(settings, 256)
     assert options(until="\n", do_sample=False, temperature=0.7) == (["\n"], 256, inference.GREEDY)
     assert options(max_new_tokens=3, temperature=0.5, top_p=0.9) == ([], 3, inference.Sampler(0.5, top_p=0.9))
     with pytest.raises(ValueError, match="got {'num_beams': 4}"):
@@ -198,10 +198,12 @@ def responses(model, directory):
     import lm_eval
 
     options = {"bootstrap_iters": 0, "log_samples": True, "verbosity": "ERROR"}
-    found = lm_eval.simple_evaluate(model, tasks=tasks(directory), **options)
+    results = lm_eval.simple_evaluate(model, tasks=tasks(directory), **options)
     order = lambda sample: sample["doc_id"]
-    answers = {task: [one["resps"] for one in sorted(some, key=order)] for task, some in found["samples"].items()}
-    return found["results"], answers
+    answers = {
+        task: [answer["resps"] for answer in sorted(some, key=order)] for task, some in results["samples"].items()
+    }
+    return results["results"], answers
 
 
 @pytest.mark.full
@@ -242,15 +244,15 @@ def test_tasks_give_what_the_hf_backend_gives(directory, monkeypatch):
     theirs = HFLM(pretrained=str(directory / "model"), device="cpu", dtype="float32", **sizes)
     (got, got_answers), (want, want_answers) = responses(ours, directory), responses(theirs, directory)
     assert len(got_answers["choose"]) == 20
-    for one, other in zip(got_answers["choose"], want_answers["choose"], strict=True):
-        for (p, best), (q, also_best) in zip((r[0] for r in one), (r[0] for r in other), strict=True):
+    for response, other in zip(got_answers["choose"], want_answers["choose"], strict=True):
+        for (p, best), (q, also_best) in zip((r[0] for r in response), (r[0] for r in other), strict=True):
             assert float(p) == pytest.approx(float(q), abs=1e-4) and best == also_best
     text = json.loads((directory / "documents.json").read_text().splitlines()[0])["text"]
     assert len(ours.tok_encode(text)) > sizes["max_length"]  # several windows
-    for one, other in zip(got_answers["perplexity"], want_answers["perplexity"], strict=True):
-        assert float(one[0][0]) == pytest.approx(float(other[0][0]), rel=1e-6)
+    for response, other in zip(got_answers["perplexity"], want_answers["perplexity"], strict=True):
+        assert float(response[0][0]) == pytest.approx(float(other[0][0]), rel=1e-6)
     assert got_answers["continue"] == want_answers["continue"]
-    assert len({str(one) for one in got_answers["continue"]}) > 5
+    assert len({str(response) for response in got_answers["continue"]}) > 5
     for task, values in want.items():
         for name, value in values.items():
             if isinstance(value, float):
@@ -278,13 +280,13 @@ def test_a_run_is_evaluated_while_it_trains(directory, monkeypatch):
     )
     trainer.fit(16)
     loader.close()
-    found = [
+    figures = [
         (step, values["eval/perplexity/word_perplexity"])
         for step, values in written
         if "eval/perplexity/word_perplexity" in values
     ]
-    assert [step for step, _ in found] == [8, 16]
-    assert found[1][1] < found[0][1] < before["perplexity/word_perplexity"]
+    assert [step for step, _ in figures] == [8, 16]
+    assert figures[1][1] < figures[0][1] < before["perplexity/word_perplexity"]
 
 
 def dataset(rows):

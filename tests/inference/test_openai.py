@@ -223,9 +223,9 @@ def test_our_own_client_trains_from_it(model, served):
     ours = inference.ServerEngine(served[1], "tiny", api_key=KEY, vocab=VOCAB)
     want = inference.LocalEngine(model, capacity=128, dtype=jnp.float32).generate(prompts, max_new_tokens=[5, 7])
     got = ours.generate(prompts, max_new_tokens=[5, 7])
-    assert [one.tokens for (one,) in got] == [one.tokens for (one,) in want]
-    for (one,), (other,) in zip(got, want, strict=True):
-        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+    assert [completion.tokens for (completion,) in got] == [completion.tokens for (completion,) in want]
+    for (completion,), (other,) in zip(got, want, strict=True):
+        np.testing.assert_allclose(completion.log_probs, other.log_probs, atol=1e-5)
     groups = ours.generate(prompts, max_new_tokens=6, num_samples=3, sampler=sampler, stop_token_ids=[EOS])
     assert [len(group) for group in groups] == [3, 3]
 
@@ -393,8 +393,8 @@ def test_a_thousand_samples_follow_a_schema(model):
         stop_token_ids=[EOS],
         processors=[grammar],
     )
-    texts = {TOKENIZER.decode(one.tokens) for group in groups for one in group}
-    assert all(one.finish_reason == "stop" for group in groups for one in group) and len(texts) > 900
+    texts = {TOKENIZER.decode(completion.tokens) for group in groups for completion in group}
+    assert all(completion.finish_reason == "stop" for group in groups for completion in group) and len(texts) > 900
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
 

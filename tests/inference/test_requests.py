@@ -203,7 +203,7 @@ def test_slots_grow_while_rows_run(model):
     long = engine.submit(PROMPTS[1], max_new_tokens=60)
     alone = LocalEngine(model, slots=2, capacity=128, dtype=jnp.float32)
     want = alone.generate([PROMPTS[4], PROMPTS[1]], max_new_tokens=[9, 60])
-    assert [short.result().tokens, long.result().tokens] == [one.tokens for (one,) in want]
+    assert [short.result().tokens, long.result().tokens] == [completion.tokens for (completion,) in want]
 
 
 @pytest.mark.full

@@ -54,9 +54,9 @@ def test_recorded_routes_are_the_models_own_and_are_replayed(model):
         return routes, post_training.log_probs(replayed, batch, dtype=jnp.float32).log_prob
 
     routes, log_probs = forward(model, {name: x for name, x in batch.items() if name != "sampler"})
-    for row, session, own in zip(batch["routed_experts"], sessions, routes, strict=False):
+    for row, session, recorded in zip(batch["routed_experts"], sessions, routes, strict=False):
         length = len(session.tokens) - 1
-        np.testing.assert_array_equal(np.sort(row[:length]), np.sort(own[:length]))
+        np.testing.assert_array_equal(np.sort(row[:length]), np.sort(recorded[:length]))
         assert (row[length:] == -1).all()
     learned = batch["targets"] >= 0
     np.testing.assert_allclose(batch["sampler_log_probs"][learned], log_probs[learned], atol=1e-5)

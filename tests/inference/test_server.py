@@ -30,7 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if body["model"] not in self.server.models:
             return self.answer(b'{"error": "no such model"}', 404)
         with self.server.lock:
-            (found,) = self.server.engine.generate(
+            (completions,) = self.server.engine.generate(
                 [body["prompt"]],
                 max_new_tokens=body["max_tokens"],
                 num_samples=body["n"],
@@ -38,8 +38,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 sampler=Sampler(temperature=body["temperature"]),
                 key=jax.random.key(body["seed"]),
             )
-        choices = [choice(i, one) for i, one in enumerate(found)]
-        return self.answer(json.dumps({"choices": [self.server.change(one) for one in choices]}).encode(), 200)
+        choices = [choice(i, completion) for i, completion in enumerate(completions)]
+        return self.answer(
+            json.dumps({"choices": [self.server.change(completion) for completion in choices]}).encode(), 200
+        )
 
     def answer(self, text, status):
         self.send_response(status)
@@ -51,10 +53,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def choice(index: int, one: Completion) -> dict:
-    names = [f"token_id:{t}" for t in one.tokens]
-    logprobs = {"tokens": names, "token_logprobs": one.log_probs}
-    return {"index": index, "token_ids": one.tokens, "logprobs": logprobs, "finish_reason": one.finish_reason}
+def choice(index: int, completion: Completion) -> dict:
+    names = [f"token_id:{t}" for t in completion.tokens]
+    logprobs = {"tokens": names, "token_logprobs": completion.log_probs}
+    return {
+        "index": index,
+        "token_ids": completion.tokens,
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +94,18 @@ def test_ids_and_log_probabilities_travel_both_ways(local):
         groups = engine.generate(PROMPTS, max_new_tokens=3, num_samples=3, sampler=Sampler(), key=jax.random.key(1))
         assert [len(group) for group in groups] == [3, 3]
         assert len({body["seed"] for _, body in server.seen[-2:]}) == 2
-        assert {one.sampler for group in groups for one in group} == {Sampler()}
+        assert {completion.sampler for group in groups for completion in group} == {Sampler()}
         rounds = [ServerEngine(url, "base"), ServerEngine(url, "base")]
-        seeds = [sorted(_seeds(one, server)) for one in rounds for _ in range(2)]
+        seeds = [sorted(_seeds(completion, server)) for completion in rounds for _ in range(2)]
         assert seeds[:2] == seeds[2:] and not {*seeds[0]} & {*seeds[1]}
         assert all(body["ignore_eos"] and body["return_token_ids"] for _, body in server.seen)
-        whole = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # not the model's own defaults
-        assert all(whole.items() <= body.items() for _, body in server.seen)
+        unfiltered = {
+            "top_k": -1,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }  # not the model's own defaults
+        assert all(unfiltered.items() <= body.items() for _, body in server.seen)
 
 
 def _seeds(engine, server):

@@ -109,6 +109,7 @@ def test_models_that_cannot_are_refused(generator):
         drafting(without)
 
 
+@pytest.mark.full
 def test_sampled_texts_are_those_without_drafts(generator):
     """Conversations of two turns, in chunks, whose beginnings are reused in the cache of the module, too."""
     texts = []
@@ -132,7 +133,7 @@ def test_draws_with_drafts_follow_the_distribution(generator, drafts):
     model, prompt, rows, count, sampler = generator.model, PROMPTS[2], 2500, 20, Sampler(0.7, top_k=5)
     engine = LocalEngine(model, slots=500, capacity=32, dtype=jnp.float32, **drafts)
     (group,) = engine.generate([prompt], num_samples=rows, max_new_tokens=count, sampler=sampler, key=jax.random.key(5))
-    tokens = np.array([one.tokens for one in group])
+    tokens = np.array([completion.tokens for completion in group])
     texts = np.concatenate([np.tile(prompt, (rows, 1)), tokens], axis=1).astype(np.int32)
     scores = jax.jit(lambda texts: model.logits(model(texts, dtype=jnp.float32).hidden))(texts)[:, len(prompt) - 1 : -1]
     filtered = np.asarray(sampler.filtered(scores.reshape(-1, CFG.vocab) / 0.7), np.float64)

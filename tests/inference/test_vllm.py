@@ -79,9 +79,9 @@ def _wait(server, port, log):
 def close(got, want):
     """Equal ids and ends, and log-probabilities within 1e-3."""
     for group, other in zip(got, want, strict=True):
-        for one, two in zip(group, other, strict=True):
-            assert (one.tokens, one.finish_reason) == (two.tokens, two.finish_reason)
-            np.testing.assert_allclose(one.log_probs, two.log_probs, atol=1e-3)
+        for ours, two in zip(group, other, strict=True):
+            assert (ours.tokens, ours.finish_reason) == (two.tokens, two.finish_reason)
+            np.testing.assert_allclose(ours.log_probs, two.log_probs, atol=1e-3)
 
 
 def test_greedy_completions_are_those_of_the_local_engine(model, url):
@@ -98,12 +98,12 @@ def test_drawn_tokens_have_the_log_probabilities_of_the_policy(model, url):
     engine, sampler = ServerEngine(url, "base"), Sampler()
     options = {"max_new_tokens": 8, "num_samples": 4, "sampler": sampler, "key": jax.random.key(0)}
     groups = engine.generate(PROMPTS, **options)
-    assert len({tuple(one.tokens) for group in groups for one in group}) > 8  # they differ
+    assert len({tuple(completion.tokens) for group in groups for completion in group}) > 8  # they differ
     close(engine.generate(PROMPTS, **options), groups)  # and depend on the key alone
-    rows = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
+    rows = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
     batch = post_training.completion_batch(*zip(*rows, strict=True), np.ones(12), length=16)
-    found = jax.jit(lambda m, b: post_training.log_probs(m, b, dtype=jnp.float32).log_prob)(model, batch)
-    np.testing.assert_allclose(found, batch["sampler_log_probs"], atol=1e-3)
+    log_probs = jax.jit(lambda m, b: post_training.log_probs(m, b, dtype=jnp.float32).log_prob)(model, batch)
+    np.testing.assert_allclose(log_probs, batch["sampler_log_probs"], atol=1e-3)
 
 
 def adapted(model, seed):
@@ -126,7 +126,7 @@ def test_an_update_is_a_new_adapter_on_the_server(model, url, tmp_path):
         engine.update(newer)
         got = engine.generate(PROMPTS, max_new_tokens=8)
         close(got, LocalEngine(newer, slots=3, dtype=jnp.float32).generate(PROMPTS, max_new_tokens=8))
-        texts.append([one.tokens for (one,) in got])
+        texts.append([completion.tokens for (completion,) in got])
     assert texts[0] != texts[1]
 
 
@@ -146,6 +146,6 @@ def test_an_update_is_all_weights_on_the_server(model, url, tmp_path):
     got = engine.generate(PROMPTS, max_new_tokens=8)
     other = nn.combine(newer, nn.partition(model)[1])
     close(got, LocalEngine(other, slots=3, dtype=jnp.float32).generate(PROMPTS, max_new_tokens=8))
-    assert [one.tokens for (one,) in got] != [one.tokens for (one,) in before]
+    assert [completion.tokens for (completion,) in got] != [completion.tokens for (completion,) in before]
     engine.update(old)
     close(engine.generate(PROMPTS, max_new_tokens=8), before)

@@ -131,8 +131,11 @@ class Conformance:
         first, *others = type(self).cases
         if "made" in metafunc.fixturenames:
             others = [pytest.param(name, marks=pytest.mark.full) for name in others]
-        own = {"test_logits_are_those_of_transformers": False, "test_gradients_are_those_of_transformers": True}
-        if own.get(metafunc.function.__name__, self.gradients_by_default) != self.gradients_by_default:
+        with_gradients = {
+            "test_logits_are_those_of_transformers": False,
+            "test_gradients_are_those_of_transformers": True,
+        }
+        if with_gradients.get(metafunc.function.__name__, self.gradients_by_default) != self.gradients_by_default:
             first = pytest.param(first, marks=pytest.mark.full)
         metafunc.parametrize("name", [first, *others])
 
@@ -268,11 +271,11 @@ class Conformance:
     @pytest.mark.full
     def test_every_field_matters(self, made, tmp_path):
         case, _, model = made(next(iter(self.cases)))
-        given = parity.given(case)
-        before = _logits(model, case["tokens"], None, *given)
+        inputs = parity.given(case)
+        before = _logits(model, case["tokens"], None, *inputs)
         for field, value in self.matters.items():
             other = maxlib.from_pretrained(parity.directory(tmp_path / field, changed(case, field, value)))
-            assert np.abs(_logits(other, case["tokens"], None, *given) - before).max() > 1e-3 * before.std(), field
+            assert np.abs(_logits(other, case["tokens"], None, *inputs) - before).max() > 1e-3 * before.std(), field
 
     def test_values_that_cannot_be_are_refused(self):
         """What another value of any other field does, `test_config_fields` tells."""

@@ -34,10 +34,10 @@ COUNTS = [2, 1]
 
 def tokens(vocab: int = 57) -> np.ndarray:
     """Two rows with text from `vocab` ids and the images' placeholders, one for each square of 2 x 2 patches."""
-    found = parity.tokens(vocab, SEQ)
+    ids = parity.tokens(vocab, SEQ)
     for (row, start), (_, height, width) in zip(PLACES, GRIDS, strict=True):
-        found[row, start : start + height * width // 4] = IMAGE
-    return found
+        ids[row, start : start + height * width // 4] = IMAGE
+    return ids
 
 
 class ImageConformance(InputConformance):
@@ -65,22 +65,22 @@ class ImageConformance(InputConformance):
 
     def by_row(self, case: dict[str, Any], *rows: int) -> dict[str, Any]:
         """The images of some rows of tokens, a row of patches for each."""
-        found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in self.grids)])
+        patches, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in self.grids)])
         first = np.cumsum([0, *COUNTS])
-        own = [range(first[row], first[row + 1]) for row in rows]
-        pixels = [found.pixels[ends[i] : ends[i + 1]] for images in own for i in images]
-        grids = [found.grids[i] for images in own for i in images]
-        counts = [len(images) for images in own]
+        numbers = [range(first[row], first[row + 1]) for row in rows]
+        pixels = [patches.pixels[ends[i] : ends[i + 1]] for images in numbers for i in images]
+        grids = [patches.grids[i] for images in numbers for i in images]
+        counts = [len(images) for images in numbers]
         return {"images": nn.vision.pad_patches(np.concatenate(pixels), np.stack(grids), counts=counts)}
 
     @pytest.mark.full
     def test_a_second_image_in_a_later_call(self, exact):
         case, _, model = exact(next(iter(self.cases)))
-        rows, found, cut = case["tokens"][:1], parity.images(case), 10
+        rows, patches, cut = case["tokens"][:1], parity.images(case), 10
         want = _logits(model, rows, **self.by_row(case, 0))[0]
         cache = model.init_cache(1, SEQ, dtype=_dtype(model), rope_length=SEQ)
         ends = np.cumsum([0, *(np.prod(grid) for grid in self.grids)])
-        parts = [nn.vision.Patches(found.pixels[ends[n] : ends[n + 1]], found.grids[n : n + 1]) for n in range(2)]
+        parts = [nn.vision.Patches(patches.pixels[ends[n] : ends[n + 1]], patches.grids[n : n + 1]) for n in range(2)]
         got = []
         for part, images in zip((rows[:, :cut], rows[:, cut:]), parts, strict=True):
             logits, cache = step(model, part, np.ones(part.shape, bool), cache, {"images": images})

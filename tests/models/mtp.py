@@ -26,8 +26,10 @@ def released(config: Any, path: Path) -> tuple[Any, Any, Path]:
         p.data.copy_(1 + 0.1 * noise if "norm" in name else noise * (1 if "embed" in name else p.shape[-1] ** -0.5))
     main.save_pretrained(path)
     stored = load_file(path / "model.safetensors")
-    own = {f"model.{name}": p.detach() for name, p in parity.tensors_of(theirs).items() if name.startswith("layers.")}
-    for name, value in parity.stored(main, own).items():
+    tensors = {
+        f"model.{name}": p.detach() for name, p in parity.tensors_of(theirs).items() if name.startswith("layers.")
+    }
+    for name, value in parity.stored(main, tensors).items():
         _, _, depth, rest = name.split(".", 3)
         rest = rest.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
         stored[f"model.layers.{2 + int(depth)}.{rest}"] = value.contiguous().numpy()
@@ -47,10 +49,10 @@ def check_predictions(main: Any, theirs: Any, path: Path) -> None:
     with torch.no_grad():
         ids = torch.from_numpy(tokens).long()
         hidden, positions = main.model(ids).last_hidden_state, torch.arange(24)[None]
-        for depth, found in enumerate(run(model, tokens), start=1):
+        for depth, prediction in enumerate(run(model, tokens), start=1):
             shifted = {"input_ids": ids[:, depth:], "position_ids": positions[:, depth:]}
             hidden = theirs.forward_layer(depth - 1, hidden[:, :-1], mtp_cache=None, **shifted)
-            got, want = found.hidden[:, : 24 - depth], hidden.numpy()
+            got, want = prediction.hidden[:, : 24 - depth], hidden.numpy()
             assert np.abs(got - want).max() < 1e-4 * want.std()
 
 

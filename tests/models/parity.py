@@ -127,15 +127,15 @@ def given(case: dict[str, Any]) -> tuple[Any, ...]:
     return (images(case), audio(case)) if (read := source(case)) is None else (None, None, read)
 
 
-def by_position(found: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
+def by_position(patches: nn.vision.Patches, merge: int) -> tuple[np.ndarray, np.ndarray]:
     """Patches of each image row by row, with padding, and their columns and rows, as Gemma 4's processors give them."""
-    sizes = found.grids.prod(axis=1)
+    sizes = patches.grids.prod(axis=1)
     shape = len(sizes), sizes.max() + merge**2
-    pixels, positions = np.zeros((*shape, found.pixels.shape[1]), np.float32), np.full((*shape, 2), -1)
-    for i, own in enumerate(np.split(found.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])):
-        _, height, width = found.grids[i]
+    pixels, positions = np.zeros((*shape, patches.pixels.shape[1]), np.float32), np.full((*shape, 2), -1)
+    for i, pixels_of_image in enumerate(np.split(patches.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])):
+        _, height, width = patches.grids[i]
         # [y, x, m, m, C] -> [y, m, x, m, C]
-        squares = own.reshape(height // merge, width // merge, merge, merge, -1)
+        squares = pixels_of_image.reshape(height // merge, width // merge, merge, merge, -1)
         pixels[i, : sizes[i]] = squares.swapaxes(1, 2).reshape(sizes[i], -1)
         positions[i, : sizes[i]] = np.stack(np.divmod(np.arange(sizes[i]), width)[::-1], axis=1)
     return pixels, positions
@@ -167,9 +167,9 @@ def theirs(
     sees = grids is not None or clips is not None
     model = auto(config.model_type, sees=sees).from_config(config, **how).eval()
     model = model.to(getattr(torch, dtype))
-    own = tensors_of(model)
-    shapes = {name: list(index.shape) for name, index in stored(model, _numbered(own)).items()}
-    _fill(model, own, tensors(shapes))
+    state = tensors_of(model)
+    shapes = {name: list(index.shape) for name, index in stored(model, _numbered(state)).items()}
+    _fill(model, state, tensors(shapes))
     for (
         module
     ) in model.modules():  # the row of padding stands for images in Gemma 4, and gets a gradient like any other
@@ -179,7 +179,7 @@ def theirs(
     case = {"config": json.loads(config.to_json_string(use_diff=False)), "grids": grids, "clips": clips}
     logits = forward(model)(**arguments(case, ids, model.dtype)).logits
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = stored(model, {name: _gradient(name, t) for name, t in own.items()})
+    gradients = stored(model, {name: _gradient(name, t) for name, t in state.items()})
     return case | {
         "shapes": shapes,
         "tokens": tokens,
@@ -237,25 +237,25 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
 
     if case["config"]["model_type"] == "qwen3_omni_moe":
         return seen_by_omni(case, ids, dtype)
-    if (found := images(case)) is None:
+    if (pictures := images(case)) is None:
         return heard(case, ids, dtype)
     if case["config"]["model_type"].startswith("gemma4"):
-        return seen_by_gemma(case, found, ids, dtype) | heard(case, ids, dtype)
+        return seen_by_gemma(case, pictures, ids, dtype) | heard(case, ids, dtype)
     if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
-        pixels, sizes = whole(case, found)
+        pixels, sizes = whole(case, pictures)
         return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
     if case["config"]["model_type"] == "kimi_k25":  # whose patches lie row by row
-        patches = [pixels.reshape(-1, *pixels.shape[2:]) for pixels in row_by_row(found, 2)]
+        patches = [pixels.reshape(-1, *pixels.shape[2:]) for pixels in row_by_row(pictures, 2)]
         size = case["config"]["vision_config"]["patch_size"]
         pixels = torch.from_numpy(np.concatenate(patches).reshape(-1, 3, size, size)).to(dtype)
-        return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(found.grids).long()}
+        return {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(pictures.grids).long()}
     if case["config"]["model_type"] == "muse_glimmer":  # likewise
-        patches = np.concatenate([pixels.reshape(-1, pixels.shape[2]) for pixels in row_by_row(found, 2)])
+        patches = np.concatenate([pixels.reshape(-1, pixels.shape[2]) for pixels in row_by_row(pictures, 2)])
         return {
             "pixel_values": torch.from_numpy(patches).to(dtype),
-            "image_grid_thw": torch.from_numpy(found.grids).long(),
+            "image_grid_thw": torch.from_numpy(pictures.grids).long(),
         }
-    pixels, grids = torch.from_numpy(found.pixels).to(dtype), torch.from_numpy(found.grids).long()
+    pixels, grids = torch.from_numpy(pictures.pixels).to(dtype), torch.from_numpy(pictures.grids).long()
     kinds = (ids == case["config"]["image_token_id"]).int()
     return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
@@ -264,39 +264,39 @@ def seen_by_omni(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     """The same of Qwen3-Omni, which takes videos apart from images, and all frames of a row together."""
     import torch
 
-    config, given = multimodal(case), {"attention_mask": torch.ones_like(ids)}
-    if (found := images(case)) is not None:
+    config, arguments = multimodal(case), {"attention_mask": torch.ones_like(ids)}
+    if (pictures := images(case)) is not None:
         grids = np.array(case["grids"])
-        pixels = np.split(found.pixels, np.cumsum(grids.prod(axis=1)))[: len(grids)]
+        pixels = np.split(pictures.pixels, np.cumsum(grids.prod(axis=1)))[: len(grids)]
         for name, size, chosen in (("", "image", grids[:, 0] == 1), ("_videos", "video", grids[:, 0] > 1)):
             if chosen.any():
                 patches = np.concatenate([x for x, use in zip(pixels, chosen, strict=True) if use])
-                given[f"pixel_values{name}"] = torch.from_numpy(patches).to(dtype)
-                given[f"{size}_grid_thw"] = torch.from_numpy(grids[chosen]).long()
-        given["video_second_per_grid"] = torch.full((len(grids),), SECONDS_PER_GRID)
+                arguments[f"pixel_values{name}"] = torch.from_numpy(patches).to(dtype)
+                arguments[f"{size}_grid_thw"] = torch.from_numpy(grids[chosen]).long()
+        arguments["video_second_per_grid"] = torch.full((len(grids),), SECONDS_PER_GRID)
         starts = ids[:, :-1] == config["vision_start_token_id"]
-        given["use_audio_in_video"] = bool((starts & (ids[:, 1:] == config["audio_start_token_id"])).any())
+        arguments["use_audio_in_video"] = bool((starts & (ids[:, 1:] == config["audio_start_token_id"])).any())
     if sound := heard(case, ids, dtype):
-        given["input_features"] = sound["input_features"].swapaxes(1, 2)
-        given["feature_attention_mask"] = sound["input_features_mask"].long()
-    return given
+        arguments["input_features"] = sound["input_features"].swapaxes(1, 2)
+        arguments["feature_attention_mask"] = sound["input_features_mask"].long()
+    return arguments
 
 
 def heard(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     """The same of sound: frames, and which of them are real."""
     import torch
 
-    if (found := audio(case)) is None:
+    if (clips := audio(case)) is None:
         return {}
-    mask = np.arange(found.frames.shape[1]) < found.lengths[:, None]
-    frames = torch.from_numpy(found.frames).to(dtype)
+    mask = np.arange(clips.frames.shape[1]) < clips.lengths[:, None]
+    frames = torch.from_numpy(clips.frames).to(dtype)
     return {"input_features": frames, "input_features_mask": torch.from_numpy(mask)}
 
 
-def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, np.ndarray]:
+def whole(case: dict[str, Any], pictures: nn.vision.Patches) -> tuple[np.ndarray, np.ndarray]:
     """Images put together again patch by patch, and their heights and widths."""
     p, m = case["config"]["vision_config"]["patch_size"], case["config"].get("spatial_merge_size", 1)
-    pixels, sizes, patches = [], np.asarray(found.grids)[:, 1:] * p, iter(np.asarray(found.pixels))
+    pixels, sizes, patches = [], np.asarray(pictures.grids)[:, 1:] * p, iter(np.asarray(pictures.pixels))
     for height, width in sizes:
         image = np.zeros((3, *sizes.max(axis=0)), np.float32)
         squares = [(y, x) for y in range(0, height, p * m) for x in range(0, width, p * m)]
@@ -306,17 +306,17 @@ def whole(case: dict[str, Any], found: nn.vision.Patches) -> tuple[np.ndarray, n
     return np.stack(pixels), sizes
 
 
-def row_by_row(found: nn.vision.Patches, merge: int) -> list[np.ndarray]:
+def row_by_row(patches: nn.vision.Patches, merge: int) -> list[np.ndarray]:
     """Patches of each image by row and column."""
-    sizes = found.grids.prod(axis=1)
-    images = np.split(found.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])
-    grids = [(height // merge, width // merge) for _, height, width in found.grids]
+    sizes = patches.grids.prod(axis=1)
+    images = np.split(patches.pixels[: sizes.sum()], np.cumsum(sizes)[:-1])
+    grids = [(height // merge, width // merge) for _, height, width in patches.grids]
     # [y, x, m, m, C] -> [y, m, x, m, C]
     squares = [image.reshape(*grid, merge, merge, -1) for image, grid in zip(images, grids, strict=True)]
     return [x.swapaxes(1, 2).reshape(len(x) * merge, x.shape[1] * merge, -1) for x in squares]
 
 
-def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtype: Any) -> dict[str, Any]:
+def seen_by_gemma(case: dict[str, Any], patches: nn.vision.Patches, ids: Any, dtype: Any) -> dict[str, Any]:
     """The same of Gemma 4, whose patches lie row by row, and come with their places."""
     import torch
     import transformers
@@ -324,16 +324,16 @@ def seen_by_gemma(case: dict[str, Any], found: nn.vision.Patches, ids: Any, dtyp
     unified = case["config"]["model_type"] == "gemma4_unified"
     kinds = (ids == case["config"]["image_token_id"]).int()
     merge = 1 if unified else case["config"]["vision_config"]["pooling_kernel_size"]
-    pixels, positions = map(torch.from_numpy, by_position(found, merge))
-    given = {"pixel_values": pixels.to(dtype), "image_position_ids": positions, "mm_token_type_ids": kinds}
+    pixels, positions = map(torch.from_numpy, by_position(patches, merge))
+    arguments = {"pixel_values": pixels.to(dtype), "image_position_ids": positions, "mm_token_type_ids": kinds}
     if not unified:
-        return given
+        return arguments
     # The masks of its `generate`, like those of Gemma 4: without them images would see both ways in global layers, too.
-    own = {"attention_mask": None, "past_key_values": None, "position_ids": None, "mm_token_type_ids": kinds}
+    without = {"attention_mask": None, "past_key_values": None, "position_ids": None, "mm_token_type_ids": kinds}
     config = transformers.AutoConfig.for_model(**case["config"])
     config._attn_implementation = "eager"
     make = transformers.Gemma4UnifiedForConditionalGeneration.create_masks_for_generate
-    return given | {"attention_mask": make(config, torch.zeros((*ids.shape, 1), dtype=dtype), **own)}
+    return arguments | {"attention_mask": make(config, torch.zeros((*ids.shape, 1), dtype=dtype), **without)}
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
@@ -346,37 +346,37 @@ def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors as files have them: transformers keeps experts in one tensor that files store one by one."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = dict(revert_weight_conversion(model, tensors))
+    named = dict(revert_weight_conversion(model, tensors))
     if model.config.model_type == "qwen3_vl_moe":  # transformers reads experts either way; releases have the other one
-        found = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in found.items()}
+        named = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in named.items()}
     if model.config.model_type == "kimi_k25":  # transformers writes some names that no release has
         renames = (".model.blocks.", ".model.layers."), ("encoder.patch_embed", "patch_embed"), ("model.mm_", "mm_")
-        found = {functools.reduce(lambda n, pair: n.replace(*pair), renames, name): t for name, t in found.items()}
+        named = {functools.reduce(lambda n, pair: n.replace(*pair), renames, name): t for name, t in named.items()}
     if model.config.model_type == "kimi_linear":  # transformers writes dense layers under the name of the experts
-        found = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): t for name, t in found.items()}
-    return found
+        named = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): t for name, t in named.items()}
+    return named
 
 
-def _numbered(own: dict[str, Any]) -> dict[str, Any]:
+def _numbered(tensors: dict[str, Any]) -> dict[str, Any]:
     """For each value its number among all."""
     import torch
 
-    ends = np.cumsum([t.numel() for t in own.values()])
+    ends = np.cumsum([t.numel() for t in tensors.values()])
     return {
         name: torch.arange(end - t.numel(), end).reshape(t.shape)
-        for end, (name, t) in zip(ends, own.items(), strict=True)
+        for end, (name, t) in zip(ends, tensors.items(), strict=True)
     }
 
 
-def _fill(model: Any, own: dict[str, Any], values: dict[str, np.ndarray]) -> None:
+def _fill(model: Any, tensors: dict[str, Any], values: dict[str, np.ndarray]) -> None:
     """Gives `model` stored values, wherever it keeps them."""
     import torch
 
-    places = _numbered(own)
-    flat = np.empty(sum(t.numel() for t in own.values()), np.float32)
+    places = _numbered(tensors)
+    flat = np.empty(sum(t.numel() for t in tensors.values()), np.float32)
     for name, index in stored(model, places).items():
         flat[index.numpy()] = values[name]  # ids of experts, too: small integers are exact in float32
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         tensor.data.copy_(torch.from_numpy(np.asarray(flat[places[name].numpy()])))
 
 
@@ -450,13 +450,13 @@ def transformers_cases(family: str) -> dict[str, tuple[Any, ...]]:
 
 
 def write(family: str) -> None:
-    found = {name: theirs(*case) for name, case in transformers_cases(family).items()}
+    cases = {name: theirs(*case) for name, case in transformers_cases(family).items()}
     arrays: dict[str, Any] = {
         "meta": json.dumps(
-            {n: {k: c[k] for k in ("config", "shapes", "grids", "clips") if c[k]} for n, c in found.items()}
+            {n: {k: c[k] for k in ("config", "shapes", "grids", "clips") if c[k]} for n, c in cases.items()}
         )
     }
-    for name, case in found.items():
+    for name, case in cases.items():
         arrays |= {f"{name}/{key}": case[key] for key in ("tokens", "logits")}
         arrays[f"{name}/gradients"] = np.stack([case["gradients"][n] for n in sorted(case["shapes"])])
     np.savez_compressed(GOLDEN / f"{family}.npz", **arrays)

@@ -27,7 +27,7 @@ def tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     c = text_of(config)
     D, N, K, H = (c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
     mlp = lambda width: {"gate_proj": [width, D], "up_proj": [width, D], "down_proj": [D, width]}
-    own = {"fc": [D, 2 * D], "pre_fc_norm_embedding": [D], "pre_fc_norm_hidden": [D], "norm": [D]}
+    module = {"fc": [D, 2 * D], "pre_fc_norm_embedding": [D], "pre_fc_norm_hidden": [D], "norm": [D]}
     layer = {"input_layernorm": [D], "post_attention_layernorm": [D]}
     layer |= {"self_attn.q_proj": [2 * N * H, D], "self_attn.k_proj": [K * H, D], "self_attn.v_proj": [K * H, D]}
     layer |= {"self_attn.o_proj": [D, N * H], "self_attn.q_norm": [H], "self_attn.k_norm": [H]}
@@ -38,7 +38,7 @@ def tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     else:
         parts = mlp(c["intermediate_size"])
     layer |= {f"mlp.{part}": shape for part, shape in parts.items()}
-    shapes = own | {f"layers.0.{name}": shape for name, shape in layer.items()}
+    shapes = module | {f"layers.0.{name}": shape for name, shape in layer.items()}
     return parity.tensors({f"mtp.{name}.weight": shape for name, shape in shapes.items()})
 
 
@@ -46,19 +46,19 @@ def _expert(c: dict[str, Any]) -> int:
     return c["moe_intermediate_size"]
 
 
-def fused(own: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+def fused(tensors: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
     """The same with all experts in two tensors, as some releases have them."""
-    own, stem = dict(own), "mtp.layers.0.mlp.experts"
-    one = lambda part: np.stack([own.pop(f"{stem}.{e}.{part}_proj.weight") for e in range(count)])
-    both = np.concatenate([one("gate"), one("up")], axis=1)
-    return own | {f"{stem}.gate_up_proj": both, f"{stem}.down_proj": one("down")}
+    tensors, stem = dict(tensors), "mtp.layers.0.mlp.experts"
+    stacked = lambda part: np.stack([tensors.pop(f"{stem}.{e}.{part}_proj.weight") for e in range(count)])
+    both = np.concatenate([stacked("gate"), stacked("up")], axis=1)
+    return tensors | {f"{stem}.gate_up_proj": both, f"{stem}.down_proj": stacked("down")}
 
 
 def predicted(
-    own: dict[str, np.ndarray], config: dict[str, Any], hidden: np.ndarray, embedded: np.ndarray
+    tensors: dict[str, np.ndarray], config: dict[str, Any], hidden: np.ndarray, embedded: np.ndarray
 ) -> np.ndarray:
     """Computes the module's output from the model's output and the embeddings of the following tokens, `B T D`."""
-    c, w = text_of(config), {name.removeprefix("mtp."): value.astype(np.float64) for name, value in own.items()}
+    c, w = text_of(config), {name.removeprefix("mtp."): value.astype(np.float64) for name, value in tensors.items()}
     layer = lambda name: w[f"layers.0.{name}.weight"]
     norm = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * (1 + scale)
     joined = [norm(embedded, w["pre_fc_norm_embedding.weight"]), norm(hidden, w["pre_fc_norm_hidden.weight"])]
@@ -107,16 +107,16 @@ def _experts(x, c, layer) -> np.ndarray:
     share = share / share.sum(-1, keepdims=True) if c.get("norm_topk_prob", True) else share
     each = [_mlp(x, layer, f"mlp.experts.{e}") for e in range(c["num_experts"])]
     shared = _mlp(x, layer, "mlp.shared_expert") / (1 + np.exp(-x @ layer("mlp.shared_expert_gate").T))
-    return shared + sum(share[..., e, None] * one for e, one in enumerate(each))
+    return shared + sum(share[..., e, None] * output for e, output in enumerate(each))
 
 
 def with_module(case: dict[str, Any], path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     """A directory like the releases, and the tensors of its module."""
-    own = tensors(case["config"])
-    return parity.directory(path, case, **own), own
+    module = tensors(case["config"])
+    return parity.directory(path, case, **module), module
 
 
-def check_prediction(path: Path, config: dict[str, Any], own: dict[str, np.ndarray], tokens: np.ndarray) -> None:
+def check_prediction(path: Path, config: dict[str, Any], module: dict[str, np.ndarray], tokens: np.ndarray) -> None:
     """Hidden states and the loss of the module against the formulas, from the model's own output."""
     model, tokens = maxlib.from_pretrained(path, num_mtp=1), jnp.asarray(tokens)
     batch = {"tokens": tokens, "targets": jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)}
@@ -124,12 +124,12 @@ def check_prediction(path: Path, config: dict[str, Any], own: dict[str, np.ndarr
     @jax.jit
     def run(model, batch):
         hidden = model(batch["tokens"], dtype=jnp.float32).hidden
-        (found,) = model.predict_ahead(hidden, batch["tokens"])
-        return hidden, found.hidden, training.MTP(weight=0.25)(model, batch, dtype=jnp.float32)
+        (prediction,) = model.predict_ahead(hidden, batch["tokens"])
+        return hidden, prediction.hidden, training.MTP(weight=0.25)(model, batch, dtype=jnp.float32)
 
     hidden, got, (loss, stats) = jax.tree.map(np.asarray, run(model, batch))
     embedded = np.asarray(model.embed.w[...], np.float64)[np.asarray(tokens[:, 1:])]
-    want = predicted(own, config, hidden[:, :-1].astype(np.float64), embedded)
+    want = predicted(module, config, hidden[:, :-1].astype(np.float64), embedded)
     assert np.abs(got[:, :-1] - want).max() < 1e-4 * want.std()
     # At place i it predicts token i + 2 by the model's own head.
     logits = want[:, :-1] @ np.asarray(model.head_weight(), np.float64).T
@@ -143,7 +143,7 @@ def check_prediction(path: Path, config: dict[str, Any], own: dict[str, np.ndarr
     assert float(loss) == pytest.approx(sums["nll"] * float(stats.num_targets) + 0.25 * nll.sum(), rel=1e-4)
 
 
-def check_files(path: Path, own: dict[str, np.ndarray], tmp_path: Path) -> None:
+def check_files(path: Path, module: dict[str, np.ndarray], tmp_path: Path) -> None:
     """The module is left out unless asked for, and written as it was read."""
     without = maxlib.from_pretrained(path)
     assert len(without.mtp) == 0
@@ -152,7 +152,7 @@ def check_files(path: Path, own: dict[str, np.ndarray], tmp_path: Path) -> None:
     model = maxlib.from_pretrained(path, num_mtp=1)
     maxlib.save_pretrained(model, tmp_path / "with")
     got, want = (load_file(p / "model.safetensors") for p in (tmp_path / "with", path))
-    assert got.keys() == want.keys() and own.keys() <= got.keys()
+    assert got.keys() == want.keys() and module.keys() <= got.keys()
     assert all(got[name].tobytes() == want[name].tobytes() for name in want)
     with pytest.raises(ValueError, match="num_mtp must be 0 or 1, the one module of the releases, got 2"):
         maxlib.from_pretrained(path, num_mtp=2)
@@ -160,13 +160,13 @@ def check_files(path: Path, own: dict[str, np.ndarray], tmp_path: Path) -> None:
         maxlib.from_pretrained(tmp_path / "without", num_mtp=1)
 
 
-def check_fused(path: Path, own: dict[str, np.ndarray], count: int, tmp_path: Path) -> None:
+def check_fused(path: Path, module: dict[str, np.ndarray], count: int, tmp_path: Path) -> None:
     """Experts of the module in two tensors are the same."""
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    rest = {name: value for name, value in load_file(path / "model.safetensors").items() if name not in own}
-    save_file(rest | fused(own, count), tmp_path / "model.safetensors")
-    one, other = (maxlib.nn.variables(maxlib.from_pretrained(p, num_mtp=1)) for p in (path, tmp_path))
-    for name, value in one.items():
+    rest = {name: value for name, value in load_file(path / "model.safetensors").items() if name not in module}
+    save_file(rest | fused(module, count), tmp_path / "model.safetensors")
+    separate, other = (maxlib.nn.variables(maxlib.from_pretrained(p, num_mtp=1)) for p in (path, tmp_path))
+    for name, value in separate.items():
         np.testing.assert_array_equal(value.get_value(), other[name].get_value())
 
 

@@ -44,8 +44,8 @@ REFUSED = {  # by family and mesh
 def model_of(family: str):
     """The first case of the golden files, twice as deep, so that its layers repeat."""
     case = next(c for c in parity.golden(family).values() if "vision_config" not in c["config"])
-    found = next(f for f in maxlib.weights.families() if f.name == family)
-    cfg = found.fields.read(HFConfig(case["config"]))
+    known = next(f for f in maxlib.weights.families() if f.name == family)
+    cfg = known.fields.read(HFConfig(case["config"]))
     if hasattr(cfg, "pattern"):
         cfg = dataclasses.replace(cfg, pattern=cfg.pattern * 2)
     elif getattr(cfg, "layer_types", None) is not None:
@@ -54,7 +54,7 @@ def model_of(family: str):
         cfg = dataclasses.replace(cfg, num_layers=2 * cfg.num_layers)
     if family == "deepseek_v4":
         cfg = dataclasses.replace(cfg, num_hash=cfg.num_layers)  # so that layers repeat
-    model = filled(lambda: found.model(cfg, rngs=nnx.Rngs(0)))
+    model = filled(lambda: known.model(cfg, rngs=nnx.Rngs(0)))
     for path, variable in nn.variables(model).items():
         if path.endswith("router.table"):
             experts = jnp.arange(variable.get_value().size, dtype=jnp.int32) * 5 // 3

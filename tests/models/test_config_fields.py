@@ -42,14 +42,14 @@ def another(value: Any) -> Any:
 
 def passed_over(family: str, case: dict[str, Any]) -> set[str]:
     """Returns the fields of a case whose other values change nothing."""
-    found, cfg = set(), read(family, case["config"])
+    names, cfg = set(), read(family, case["config"])
     for field, value in leaves(case["config"]):
         try:
             if read(family, changed(case, field, another(value))["config"]) == cfg:
-                found.add(field)
+                names.add(field)
         except (ValueError, TypeError):
             pass
-    return found
+    return names
 
 
 def of_all(family: str) -> list[str]:

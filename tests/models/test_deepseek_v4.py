@@ -182,17 +182,17 @@ def with_module(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     head = {f"mtp.0.hc_head_{name}": shapes[f"model.hc_head.hc_{name}"] for name in ("fn", "base", "scale")}
     norms = {f"mtp.0.{name}.weight": [dim] for name in ("enorm", "hnorm", "norm")}
     projections = {f"mtp.0.{name}.weight": [dim, dim] for name in ("e_proj", "h_proj")}
-    own = parity.tensors(layer | head | norms | projections)
-    return parity.directory(path, case, **own), own
+    module = parity.tensors(layer | head | norms | projections)
+    return parity.directory(path, case, **module), module
 
 
 @pytest.mark.full
 def test_the_module_predicts_as_the_formulas_say(tmp_path):
     """Its layer is compared with transformers' elsewhere: what is around it, with float64 formulas."""
-    path, own = with_module(tmp_path)
+    path, tensors = with_module(tmp_path)
     model, tokens = maxlib.from_pretrained(path, num_mtp=1), jnp.asarray(parity.tokens(61, 24))
     batch = {"tokens": tokens, "targets": jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)}
-    w = {name.removeprefix("mtp.0."): value for name, value in own.items()}
+    w = {name.removeprefix("mtp.0."): value for name, value in tensors.items()}
 
     def normed(x, name):
         return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
@@ -228,12 +228,12 @@ def test_the_module_predicts_as_the_formulas_say(tmp_path):
 
 
 def test_the_module_is_read_and_written_as_released(tmp_path):
-    path, own = with_module(tmp_path / "released")
+    path, module = with_module(tmp_path / "released")
     assert len(maxlib.from_pretrained(path).mtp) == 0
     for num_mtp in (0, 1):
         out = tmp_path / str(num_mtp)
         maxlib.save_pretrained(maxlib.from_pretrained(path, num_mtp=num_mtp), out)
         got, want = load_file(out / "model.safetensors"), load_file(path / "model.safetensors")
-        assert want.keys() - got.keys() == ({*()} if num_mtp else own.keys())
+        assert want.keys() - got.keys() == ({*()} if num_mtp else module.keys())
         assert all(value.tobytes() == want[name].tobytes() for name, value in got.items())
         assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == num_mtp

@@ -46,11 +46,11 @@ VISION = seeing.TOWER | {"num_hidden_layers": 1}
 
 def tokens(vectors: list[int], image: bool) -> np.ndarray:
     """Three rows of text, the first two with the placeholders of clips, the second also with those of an image."""
-    found = np.random.RandomState(1).randint(0, 57, (3, SEQ)).astype(np.int32)
+    ids = np.random.RandomState(1).randint(0, 57, (3, SEQ)).astype(np.int32)
     for (row, start), count in zip([(0, 1), (0, 14), (1, 6)], vectors, strict=True):
-        found[row, start : start + count] = AUDIO
-    found[1, 2 : 2 + 2 * image] = IMAGE
-    return found
+        ids[row, start : start + count] = AUDIO
+    ids[1, 2 : 2 + 2 * image] = IMAGE
+    return ids
 
 
 class TestGemma4Audio(InputConformance):
@@ -113,12 +113,14 @@ class TestGemma4Audio(InputConformance):
     def by_row(self, case: dict[str, Any], *rows: int) -> dict[str, Any]:
         """The images and clips of some rows of tokens, a row for each."""
         (images, audio), first = parity.given(case), np.cumsum([0, *COUNTS])
-        own = [range(first[row], first[row + 1]) for row in rows]
+        clips_of_rows = [range(first[row], first[row + 1]) for row in rows]
         width = audio.frames.shape[-1]
-        found = [audio.frames[i, : audio.lengths[i]] for clips in own for i in clips]
-        found = found or [np.zeros((0, width))]  # no clip at all: one of no frames
-        counts = [len(clips) for clips in own] if sum(map(len, own)) else [1, *[0] * (len(rows) - 1)]
-        inputs = {"audio": nn.audio.pad_clips(found, counts=counts)}
+        frames = [audio.frames[i, : audio.lengths[i]] for clips in clips_of_rows for i in clips]
+        frames = frames or [np.zeros((0, width))]  # no clip at all: one of no frames
+        counts = (
+            [len(clips) for clips in clips_of_rows] if sum(map(len, clips_of_rows)) else [1, *[0] * (len(rows) - 1)]
+        )
+        inputs = {"audio": nn.audio.pad_clips(frames, counts=counts)}
         if images is None:
             return inputs
         pixels = np.concatenate([images.pixels if row == 1 else images.pixels[:0] for row in rows])
@@ -166,13 +168,13 @@ class TestGemma4Audio(InputConformance):
         how = {"attn_implementation": "eager"}
         theirs = transformers.AutoModelForImageTextToText.from_pretrained(directory, **how)
         rows = [case["tokens"][0, :18].tolist(), case["tokens"][1, :13].tolist(), case["tokens"][2, :5].tolist()]
-        ours, own = inference.Generator(model, dtype=jnp.float32), [self.by_row(case, row) for row in range(3)]
+        ours, by_row = inference.Generator(model, dtype=jnp.float32), [self.by_row(case, row) for row in range(3)]
         images, audio = parity.given(case)
         got = ours.generate(rows, images=images, audio=audio, max_new_tokens=8)
         engine = inference.LocalEngine(model, slots=2, capacity=48, dtype=jnp.float32)
-        given = {"audio": [own[0]["audio"], own[1]["audio"], None]}
-        given |= {} if images is None else {"images": [None, own[1]["images"], None]}
-        assert [one.tokens for (one,) in engine.generate(rows, max_new_tokens=8, **given)] == got
+        media = {"audio": [by_row[0]["audio"], by_row[1]["audio"], None]}
+        media |= {} if images is None else {"images": [None, by_row[1]["images"], None]}
+        assert [completion.tokens for (completion,) in engine.generate(rows, max_new_tokens=8, **media)] == got
         for i, row in enumerate(rows[:2]):
             ids = torch.tensor([row])
             options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -190,10 +192,12 @@ class TestGemma4Audio(InputConformance):
     @staticmethod
     def seen(case: dict[str, Any], row: int, ids: Any) -> dict[str, Any]:
         """What transformers takes for one row."""
-        given, first = parity.seen(case, ids, None), np.cumsum([0, *COUNTS])
+        arguments, first = parity.seen(case, ids, None), np.cumsum([0, *COUNTS])
         names = ("pixel_values", "image_position_ids", "mm_token_type_ids") if row == 1 else ()
-        own = {name: given[name][first[row] : first[row + 1]] for name in ("input_features", "input_features_mask")}
-        return own | {name: given[name] for name in names if name in given}
+        features = {
+            name: arguments[name][first[row] : first[row + 1]] for name in ("input_features", "input_features_mask")
+        }
+        return features | {name: arguments[name] for name in names if name in arguments}
 
     # --- bad input ---
 
@@ -219,10 +223,10 @@ class TestGemma4Audio(InputConformance):
     def test_placeholders_without_sound_show_inside_jit(self, made):
         case, _, model = made("audio_alone")
         bad = lambda rows, audio: [bool(np.isnan(row).any()) for row in parity.logits(model, rows, None, audio)]
-        whole, rows = parity.audio(case), case["tokens"]
+        clips, rows = parity.audio(case), case["tokens"]
         assert bad(rows, None) == [True, True, False]
         fewer = np.where(np.arange(3)[:, None] == 1, rows % 50, rows)
-        assert bad(fewer, whole) == [True, False, False]
+        assert bad(fewer, clips) == [True, False, False]
         assert bad(fewer, self.by_row(case, 0, 1, 2)["audio"]) == [False, False, False]
         more = rows.copy()
         more[2, 5] = AUDIO

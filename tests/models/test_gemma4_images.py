@@ -22,7 +22,6 @@ from tests.models.image_conformance import GRIDS, IMAGE, VIDEO, ImageConformance
 
 AUDIO = 58
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO, "boi_token_id": 1, "eoi_token_id": 2}
-UNREAD = ("audio_config", "boa_token_id", "eoa_token_index")  # of sound
 TOWER = {
     "hidden_size": 24,
     "intermediate_size": 30,
@@ -171,16 +170,16 @@ def test_heads_turn_by_column_then_row():
 def test_patches_of_a_processor_are_put_in_squares():
     image = np.random.RandomState(3).rand(3, 24, 36).astype(np.float32)
     pixels, grid = SEE.cut(image)
-    given = parity.by_position(nn.vision.Patches(pixels, grid), SEE.merge)
-    shuffled = np.random.RandomState(4).permutation(given[0].shape[1])
-    got = nn.vision.pad_patches_by_position(given[0][:, shuffled], given[1][:, shuffled], merge=3)
+    arrays = parity.by_position(nn.vision.Patches(pixels, grid), SEE.merge)
+    shuffled = np.random.RandomState(4).permutation(arrays[0].shape[1])
+    got = nn.vision.pad_patches_by_position(arrays[0][:, shuffled], arrays[1][:, shuffled], merge=3)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_array_equal(got.pixels[: len(pixels)], pixels)
     with pytest.raises(ValueError, match="must be multiples of 12, got 24 x 34"):
         SEE.cut(image[:, :, :34])
-    for bad in (given[1] + (given[1] == 2), given[1][:, :, :1], given[1] - 1):
+    for bad in (arrays[1] + (arrays[1] == 2), arrays[1][:, :, :1], arrays[1] - 1):
         with pytest.raises(ValueError, match=r"must fill a grid whose sides are multiples of 3|`images patches 2`"):
-            nn.vision.pad_patches_by_position(given[0], bad, merge=3)
+            nn.vision.pad_patches_by_position(arrays[0], bad, merge=3)
 
 
 @pytest.mark.full
@@ -190,9 +189,9 @@ def test_patches_are_those_of_the_processors():
     module = pytest.importorskip("transformers.models.gemma4.image_processing_pil_gemma4")
     image = np.random.RandomState(4).randint(0, 256, (3, 96, 144)).astype(np.uint8)
     make = module.Gemma4ImageProcessorPil(do_resize=False)
-    found = make(images=[image], return_tensors="np")
+    theirs = make(images=[image], return_tensors="np")
     sees = gemma4.PRESETS["gemma4-31b"].vision
-    got = nn.vision.pad_patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
+    got = nn.vision.pad_patches_by_position(theirs["pixel_values"], theirs["image_position_ids"], merge=sees.merge)
     pixels, grid = sees.cut(image.astype(np.float32) / 255)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_allclose(got.pixels[: len(pixels)], pixels, rtol=0, atol=1e-6)
@@ -204,9 +203,9 @@ def test_joined_patches_are_those_of_the_processor():
     pytest.importorskip("torchvision")
     module = pytest.importorskip("transformers.models.gemma4_unified.image_processing_gemma4_unified")
     image = np.random.RandomState(4).randint(0, 256, (3, 96, 144)).astype(np.uint8)
-    found = module.Gemma4UnifiedImageProcessor(do_resize=False)(images=[torch.from_numpy(image)], return_tensors="np")
+    theirs = module.Gemma4UnifiedImageProcessor(do_resize=False)(images=[torch.from_numpy(image)], return_tensors="np")
     sees = gemma4.PRESETS["gemma4-12b"].vision
-    got = nn.vision.pad_patches_by_position(found["pixel_values"], found["image_position_ids"], merge=sees.merge)
+    got = nn.vision.pad_patches_by_position(theirs["pixel_values"], theirs["image_position_ids"], merge=sees.merge)
     pixels, grid = sees.cut(image.astype(np.float32) / 255)
     np.testing.assert_array_equal(got.grids, grid)
     np.testing.assert_allclose(got.pixels[: len(pixels)], pixels, rtol=0, atol=1e-6)

@@ -56,8 +56,8 @@ def test_the_prediction_module_is_that_of_deepseek(tmp_path):
     @jax.jit
     def ahead(model):
         hidden = model(tokens, dtype=jnp.float32).hidden
-        (one,) = model.predict_ahead(hidden, tokens)
-        return hidden, one.hidden
+        (prediction,) = model.predict_ahead(hidden, tokens)
+        return hidden, prediction.hidden
 
     for got, want in zip(ahead(ours), ahead(theirs), strict=True):
         assert_close(got, want)

@@ -78,8 +78,8 @@ class TestLlama(Conformance):
 def test_every_field_matters(name, fields, tmp_path):
     case = parity.golden("llama")[name]
     rope = case["config"]["rope_parameters"]
-    own = {"rope_parameters": rope | fields} if "rms_norm_eps" not in fields else fields
-    path = parity.directory(tmp_path, {**case, "config": case["config"] | own})
+    changes = {"rope_parameters": rope | fields} if "rms_norm_eps" not in fields else fields
+    path = parity.directory(tmp_path, {**case, "config": case["config"] | changes})
     other = parity.logits(maxlib.from_pretrained(path), case["tokens"])
     assert np.abs(other - case["logits"]).max() > 1e-3 * case["logits"].std()
 

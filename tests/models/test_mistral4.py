@@ -107,14 +107,14 @@ def test_the_released_float8_is_read_like_plain_weights(sees, released, tmp_path
     path, plain = released
     model = maxlib.from_pretrained(path, dtype="float32", **({} if sees else {"vision": None}))
     maxlib.save_pretrained(model, tmp_path / "export")
-    found = load_file(tmp_path / "export" / "model.safetensors")
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
     if not sees:
         plain = {
             name.removeprefix("language_model."): v for name, v in plain.items() if name.startswith("language_model.")
         }
-    assert found.keys() == plain.keys()
+    assert tensors.keys() == plain.keys()
     for name, value in plain.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(tensors[name], value, err_msg=name)
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert config["model_type"] == ("mistral3" if sees else "mistral4") and "quantization_config" not in config
 

@@ -98,14 +98,14 @@ def prompts(case: dict) -> list[list[int]]:
     """A prompt for each row of MIXED, with marks between rows of an image as the processor puts them."""
     p, m = case["config"]["vision_config"]["patch_size"], case["config"].get("spatial_merge_size", 1)
     side, texts = p * m, parity.tokens(50, 8).tolist()
-    found = []
+    lines = []
     for n, sizes in enumerate(MIXED):
         row = list(texts[n % 2][: 4 + n])
         for height, width in sizes:
             image = ([IMAGE] * (width // side) + [55]) * (height // side)
             row += [*image[:-1], 56, 3 + n]
-        found.append(row)
-    return found
+        lines.append(row)
+    return lines
 
 
 def pictures(sizes: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -125,8 +125,8 @@ def both(request, tmp_path_factory):
     # Small next to what the layers add, or every token would only repeat itself; and no placeholder is written.
     values[embed] *= np.float32(0.02)
     values[head if head in values else embed][IMAGE] = 0
-    own = {name: values[name] for name in (embed, head) if name in values}
-    path = parity.directory(tmp_path_factory.mktemp(name), case, **own)
+    tables = {name: values[name] for name in (embed, head) if name in values}
+    path = parity.directory(tmp_path_factory.mktemp(name), case, **tables)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
     return case, theirs, maxlib.from_pretrained(path)
 
@@ -142,10 +142,10 @@ def test_batches_of_text_and_images_of_any_size_with_padding(side, both):
     pad = lambda row, filler: filler + row if side == "left" else row + filler
     ids = np.array([pad(row, [0] * (longest - len(row))) for row in rows], np.int32)
     real = np.array([pad([True] * len(row), [False] * (longest - len(row))) for row in rows])
-    given = {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
+    arguments = {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
     mask, at = torch.from_numpy(real).long(), torch.from_numpy(np.maximum(real.cumsum(axis=1) - 1, 0))
     with torch.no_grad():
-        want = theirs(torch.from_numpy(ids).long(), attention_mask=mask, position_ids=at, **given).logits.numpy()
+        want = theirs(torch.from_numpy(ids).long(), attention_mask=mask, position_ids=at, **arguments).logits.numpy()
     images = model.cfg.vision.patches(pixels, sizes)
     got = np.asarray(
         model.logits(model(jnp.asarray(ids), images=images, valid=jnp.asarray(real), dtype=jnp.float32).hidden)
@@ -166,10 +166,10 @@ def test_processors_arrays_become_patches():
     """What a size leaves of a padded image is cut into squares of patches, channels first in each."""
     sees = mistral.Vision(patch_size=2, merge=2)
     pixels, sizes = pictures([(4, 8), (8, 4)])
-    found = sees.patches(pixels, sizes)
-    np.testing.assert_array_equal(found.grids, [[1, 2, 4], [1, 4, 2]])
+    patches = sees.patches(pixels, sizes)
+    np.testing.assert_array_equal(patches.grids, [[1, 2, 4], [1, 4, 2]])
     # The second square of the first image, the lower left of its patches.
-    np.testing.assert_array_equal(found.pixels[6], pixels[0, :, 2:4, 4:6].reshape(-1))
+    np.testing.assert_array_equal(patches.pixels[6], pixels[0, :, 2:4, 4:6].reshape(-1))
     with pytest.raises(ValueError, match="multiples of 4, got 4 x 6"):
         sees.patches(pixels, [(4, 6), (8, 4)])
     for wrong in ([(4, 8)], [(4, 12), (8, 4)]):
@@ -190,8 +190,8 @@ def test_the_processor_makes_sizes_that_the_model_takes():
     random = np.random.RandomState(4)
     images = [random.randint(0, 256, (3, *size)).astype(np.uint8) for size in [(60, 100), (200, 30)]]
     made = make(images=images, return_tensors="np", input_data_format="channels_first")
-    found = sees.patches(made["pixel_values"], made["image_sizes"])
-    np.testing.assert_array_equal(found.grids, [[1, 6, 8], [1, 16, 4]])
+    patches = sees.patches(made["pixel_values"], made["image_sizes"])
+    np.testing.assert_array_equal(patches.grids, [[1, 6, 8], [1, 16, 4]])
 
 
 @pytest.mark.full
@@ -217,7 +217,7 @@ def test_each_image_sees_only_itself(both):
 def test_text_of_a_model_that_sees_is_read_alone(renamed, tmp_path):
     """By the names of the releases, and by those that transformers has in memory."""
     case = parity.golden("mistral")["sees"]
-    whole = maxlib.from_pretrained(parity.directory(tmp_path / "release", case))
+    multimodal = maxlib.from_pretrained(parity.directory(tmp_path / "release", case))
     tensors = load_file(tmp_path / "release" / "model.safetensors")
     if renamed:
         text = lambda name: name.replace("language_model.model.", "model.language_model.").removeprefix(
@@ -229,7 +229,7 @@ def test_text_of_a_model_that_sees_is_read_alone(renamed, tmp_path):
     (tmp_path / "other" / "config.json").write_text(json.dumps(case["config"]))
     save_file(tensors, tmp_path / "other" / "model.safetensors")
     again, text = (maxlib.from_pretrained(tmp_path / "other", **more) for more in ({}, {"vision": None}))
-    want, blind = nn.variables(whole), nn.variables(text)
+    want, blind = nn.variables(multimodal), nn.variables(text)
     assert text.tower is None and blind.keys() < want.keys()
     for model in (again, text):
         for name, value in nn.variables(model).items():
@@ -240,9 +240,9 @@ def test_text_of_a_model_that_sees_is_read_alone(renamed, tmp_path):
     maxlib.save_pretrained(text, tmp_path / "text")
     config = json.loads((tmp_path / "text" / "config.json").read_text())
     assert config["model_type"] == "mistral" and "vision_config" not in config
-    assert maxlib.from_pretrained(tmp_path / "text").cfg == dataclasses.replace(whole.cfg, vision=None)
+    assert maxlib.from_pretrained(tmp_path / "text").cfg == dataclasses.replace(multimodal.cfg, vision=None)
     rows = np.minimum(case["tokens"], 50)
-    assert_close(parity.logits(text, rows), parity.logits(whole, rows))
+    assert_close(parity.logits(text, rows), parity.logits(multimodal, rows))
 
 
 # --- what the releases say ---
@@ -259,9 +259,9 @@ def test_what_a_config_leaves_out_is_as_in_transformers(kind):
     least |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"} if kind == "LlavaConfig" else {}
     theirs = json.loads(getattr(transformers, kind)(**least).to_json_string(use_diff=False))
     short = least | {"model_type": theirs["model_type"], "tie_word_embeddings": theirs["tie_word_embeddings"]}
-    whole = HFConfig(theirs)
-    assert mistral.FIELDS.read(HFConfig(short)) == mistral.FIELDS.read(whole)
-    whole.done()
+    config = HFConfig(theirs)
+    assert mistral.FIELDS.read(HFConfig(short)) == mistral.FIELDS.read(config)
+    config.done()
 
 
 def test_sizes_of_encoders_that_cannot_be_are_refused():

@@ -74,8 +74,8 @@ def test_the_number_of_chosen_groups_matters(tmp_path):
         model = maxlib.from_pretrained(parity.directory(tmp_path / str(groups), changed))
         return parity.logits(model, case["tokens"])
 
-    one, two = logits(1), logits(2)
-    assert np.abs(one - two).max() > 1e-3 * two.std()
+    single, two = logits(1), logits(2)
+    assert np.abs(single - two).max() > 1e-3 * two.std()
 
 
 def test_names_and_letters_of_layers_are_read():

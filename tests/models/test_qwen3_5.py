@@ -70,9 +70,11 @@ class TestQwen35MoE(TestQwen35):
         tensors = load_file(path / "model.safetensors")
         for i in range(3):
             layer = f"model.layers.{i}.mlp.experts"
-            one = lambda part, layer=layer: np.stack([tensors.pop(f"{layer}.{e}.{part}_proj.weight") for e in range(6)])
-            tensors[f"{layer}.gate_up_proj"] = np.concatenate([one("gate"), one("up")], axis=1)
-            tensors[f"{layer}.down_proj"] = one("down")
+            stacked = lambda part, layer=layer: np.stack(
+                [tensors.pop(f"{layer}.{e}.{part}_proj.weight") for e in range(6)]
+            )
+            tensors[f"{layer}.gate_up_proj"] = np.concatenate([stacked("gate"), stacked("up")], axis=1)
+            tensors[f"{layer}.down_proj"] = stacked("down")
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps(case["config"]))
         want = maxlib.nn.variables(model)
@@ -116,15 +118,17 @@ class TestQwen35MoEImages(TestQwen35Images):
 def test_a_text_model_reads_a_checkpoint_that_sees(tmp_path):
     """Its text lies deeper, beside an encoder and a module that looks ahead."""
     case = parity.golden("qwen3_5")["images"]
-    whole = maxlib.from_pretrained(parity.directory(tmp_path / "whole", case, **{"mtp.fc.weight": np.zeros((2, 2))}))
+    multimodal = maxlib.from_pretrained(
+        parity.directory(tmp_path / "whole", case, **{"mtp.fc.weight": np.zeros((2, 2))})
+    )
     text = dict(case["config"]["text_config"])
     parity.directory(tmp_path / "text", {**case, "config": text})
     blind = maxlib.from_pretrained(tmp_path / "text")
-    assert blind.tower is None and whole.tower is not None
+    assert blind.tower is None and multimodal.tower is not None
     with pytest.raises(ValueError, match="reads text only"):
         blind.check_inputs(case["tokens"], images=parity.images(case))
     for name, value in maxlib.nn.variables(blind).items():
-        np.testing.assert_array_equal(maxlib.nn.variables(whole)[name].get_value(), value.get_value())
+        np.testing.assert_array_equal(maxlib.nn.variables(multimodal)[name].get_value(), value.get_value())
 
 
 # --- the module that looks ahead ---
@@ -136,17 +140,17 @@ KIND = pytest.mark.parametrize(
 
 @KIND
 def test_the_module_predicts_as_the_formulas_say(case, tmp_path):
-    found = parity.golden("qwen3_5")[case]
-    path, own = qwen_mtp.with_module(found, tmp_path)
-    tokens = parity.tokens(qwen_mtp.text_of(found["config"])["vocab_size"] - 5, SEQ)  # without those of images
-    qwen_mtp.check_prediction(path, found["config"], own, tokens)
+    golden = parity.golden("qwen3_5")[case]
+    path, module = qwen_mtp.with_module(golden, tmp_path)
+    tokens = parity.tokens(qwen_mtp.text_of(golden["config"])["vocab_size"] - 5, SEQ)  # without those of images
+    qwen_mtp.check_prediction(path, golden["config"], module, tokens)
 
 
 @KIND
 def test_the_module_is_read_and_written_as_released(case, tmp_path):
-    found = parity.golden("qwen3_5")[case]
-    path, own = qwen_mtp.with_module(found, tmp_path / "released")
-    qwen_mtp.check_files(path, own, tmp_path)
+    golden = parity.golden("qwen3_5")[case]
+    path, module = qwen_mtp.with_module(golden, tmp_path / "released")
+    qwen_mtp.check_files(path, module, tmp_path)
     stored = [
         qwen_mtp.text_of(json.loads((tmp_path / name / "config.json").read_text()))["mtp_num_hidden_layers"]
         for name in ("with", "without")
@@ -156,8 +160,8 @@ def test_the_module_is_read_and_written_as_released(case, tmp_path):
 
 @pytest.mark.full
 def test_experts_of_the_module_are_read_either_way(tmp_path):
-    path, own = qwen_mtp.with_module(parity.golden("qwen3_5")["experts"], tmp_path / "released")
-    qwen_mtp.check_fused(path, own, 6, tmp_path)
+    path, module = qwen_mtp.with_module(parity.golden("qwen3_5")["experts"], tmp_path / "released")
+    qwen_mtp.check_fused(path, module, 6, tmp_path)
     maxlib.save_pretrained(maxlib.from_pretrained(path, num_mtp=1), tmp_path / "export")
     qwen_mtp.check_transformers_opens(tmp_path / "export")
 

@@ -83,9 +83,9 @@ def test_layers_are_what_the_config_says():
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["one_to_one", "three_to_one"])  # the first has an MLP in its last layer
 def test_the_module_that_looks_ahead(case, tmp_path):
-    found = parity.golden("qwen3_next")[case]
-    path, own = qwen_mtp.with_module(found, tmp_path / "released")
-    qwen_mtp.check_prediction(path, found["config"], own, parity.tokens(found["config"]["vocab_size"], SEQ))
-    qwen_mtp.check_files(path, own, tmp_path)
-    qwen_mtp.check_fused(path, own, 6, tmp_path)
+    golden = parity.golden("qwen3_next")[case]
+    path, module = qwen_mtp.with_module(golden, tmp_path / "released")
+    qwen_mtp.check_prediction(path, golden["config"], module, parity.tokens(golden["config"]["vocab_size"], SEQ))
+    qwen_mtp.check_files(path, module, tmp_path)
+    qwen_mtp.check_fused(path, module, 6, tmp_path)
     qwen_mtp.check_transformers_opens(tmp_path / "with")

@@ -99,7 +99,6 @@ class TestQwen3Omni(InputConformance):
     cases: ClassVar = {key: {} for key in CASES}
     prompts = 44, 38, 20
     offset = None
-    gradients_by_default = True
     matters: ClassVar = {
         "thinker_config.position_id_per_seconds": 9,
         "thinker_config.text_config.rms_norm_eps": 0.1,
@@ -178,16 +177,16 @@ def test_positions_are_those_of_transformers(name):
     torch.nn.Module.__init__(theirs)
     theirs.config, theirs.spatial_merge_size = config, 2
     ids = torch.from_numpy(case["tokens"]).long()
-    given = parity.seen(case, ids, torch.float32)
-    lengths = given["feature_attention_mask"].sum(dim=1) if "feature_attention_mask" in given else None
+    arguments = parity.seen(case, ids, torch.float32)
+    lengths = arguments["feature_attention_mask"].sum(dim=1) if "feature_attention_mask" in arguments else None
     want, _ = theirs.get_rope_index(
         ids,
-        given.get("image_grid_thw"),
-        given.get("video_grid_thw"),
-        given["attention_mask"],
-        given.get("use_audio_in_video", False),
+        arguments.get("image_grid_thw"),
+        arguments.get("video_grid_thw"),
+        arguments["attention_mask"],
+        arguments.get("use_audio_in_video", False),
         lengths,
-        given.get("video_second_per_grid"),
+        arguments.get("video_second_per_grid"),
     )
     images = parity.images(case)
     if images is None:

@@ -217,8 +217,8 @@ def test_errors_say_what_must_hold():
     with pytest.raises(ValueError, match="do not fit a cache of capacity 4"):
         extend(build(), inputs(1, 5), cache, np.zeros(1, np.int32))
     with pytest.raises(ValueError, match="segment_ids cannot be combined with a cache"):
-        whole = nn.cache.Cache([cache], jnp.zeros(1, jnp.int32))
-        nn.make_context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=whole)
+        full = nn.cache.Cache([cache], jnp.zeros(1, jnp.int32))
+        nn.make_context(1, 4, segment_ids=jnp.ones((1, 4), jnp.int32), cache=full)
 
 
 def test_an_implementation_is_asked_for_by_name():

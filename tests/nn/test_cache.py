@@ -40,13 +40,13 @@ def test_each_token_and_head_is_rounded_by_its_own_scale(dtype, ring):
     assert isinstance(cache, QuantizedCache)
     assert cache.values.k.shape == (B, K, slots, H) and cache.values.v.dtype == jnp.dtype(dtype)
     assert cache.scales.k.shape == cache.scales.v.shape == (B, K, slots, 1) and cache.scales.k.dtype == jnp.float32
-    given = sized()
-    cache, *got, _, _ = extended(cache, *given)
-    for kept, want in zip(got, given, strict=True):
+    exact = sized()
+    cache, *got, _, _ = extended(cache, *exact)
+    for kept, want in zip(got, exact, strict=True):
         new = np.asarray(kept)[:, -T:] if ring else np.asarray(kept)[:, :T]  # a ring hands out the old ones first
         largest = np.abs(np.asarray(want)).max(axis=-1, keepdims=True)
         assert (np.abs(new - np.asarray(want)) <= 1.01 * ROUNDED[dtype] * largest).all()
-    for scales, want in ((cache.scales.k, given[0]), (cache.scales.v, given[1])):
+    for scales, want in ((cache.scales.k, exact[0]), (cache.scales.v, exact[1])):
         stored = np.asarray(scales)[:, :, :T, 0].swapaxes(1, 2) * float(
             127 if dtype == "int8" else jnp.finfo(dtype).max
         )
@@ -147,8 +147,8 @@ def with_cache(mask, tokens, dtype="float32", spare=0):
     valid = jnp.asarray(valid)
     ctx = nn.make_context(3, tokens, cache=nn.cache.Cache(None, jnp.array([0, 2, 7])), valid=valid)
     hint = ctx.mask_hint(mask, cache)
-    cache, *found = cache.extend(new(2, tokens), new(3, tokens), ctx, *ctx.key_intervals(mask))
-    return found, hint
+    cache, *seen = cache.extend(new(2, tokens), new(3, tokens), ctx, *ctx.key_intervals(mask))
+    return seen, hint
 
 
 # By default one token with and without spare slots, and several; masks do not know how keys are stored.
@@ -164,13 +164,13 @@ CALLS = [
 def test_the_description_of_a_mask_agrees_with_its_intervals_in_every_cache(mask, dtype, tokens, spare):
     """Empty slots and other chunks are other segments; one token attends to the slots of a ring from 0."""
     (keys, _, *bounds), (static, ids) = with_cache(mask, tokens, dtype, spare)
-    one = mask.ring is not None and tokens == 1
+    is_ring_step = mask.ring is not None and tokens == 1
     key, (start, end) = np.arange(keys.shape[1]), (np.asarray(x)[..., None] for x in bounds)
     want = (start <= key) & (key < end)
     has_keys = want.any(axis=-1, keepdims=True)
     assert has_keys.sum() == 3 * tokens - (tokens > 1)
     assert static.kind == "causal" and not static.aligned
-    assert static.segmented == (mask.ring is not None and not (one and not spare)) == (ids is not None)
+    assert static.segmented == (mask.ring is not None and not (is_ring_step and not spare)) == (ids is not None)
     seen = (key < end) & (key >= end - (static.window or 99))
     if ids is not None:
         queries, of_keys = map(np.asarray, ids)

@@ -16,14 +16,14 @@ def frames(*lengths: int, width: int = 3) -> list[np.ndarray]:
 
 def test_clips_are_padded_to_buckets_in_order():
     """Rows of two, none and one clip; frames to 64, then to eighths of a power of two, clips to powers of two."""
-    found = frames(5, 70, 9)
-    got = nn.audio.pad_clips(found, counts=[2, 0, 1])
+    clips = frames(5, 70, 9)
+    got = nn.audio.pad_clips(clips, counts=[2, 0, 1])
     assert got.frames.shape == (3, 2, 128, 3)
     np.testing.assert_array_equal(got.lengths, [[5, 70], [0, 0], [9, 0]])
-    for clip, (row, place) in zip(found, [(0, 0), (0, 1), (2, 0)], strict=True):
+    for clip, (row, place) in zip(clips, [(0, 0), (0, 1), (2, 0)], strict=True):
         np.testing.assert_array_equal(got.frames[row, place, : len(clip)], clip)
         assert not got.frames[row, place, len(clip) :].any()
-    alone = nn.audio.pad_clips(found)
+    alone = nn.audio.pad_clips(clips)
     assert alone.frames.shape == (4, 128, 3) and alone.in_rows.frames.shape == (1, 4, 128, 3)
     assert nn.audio.pad_clips(frames(1100)).frames.shape[1] == 1280
 
@@ -53,8 +53,8 @@ def test_each_placeholder_gets_its_vector(rows):
     """Clips in a row of their own for two rows of tokens each, or for all of them; an empty one between them."""
     is_audio = np.random.RandomState(1).rand(4, 9) < 0.5
     counts = np.zeros((rows, 3), np.int32)
-    for row, own in enumerate(is_audio.reshape(rows, -1)):
-        counts[row] = [own.sum() // 3, 0, own.sum() - own.sum() // 3]
+    for row, mask in enumerate(is_audio.reshape(rows, -1)):
+        counts[row] = [mask.sum() // 3, 0, mask.sum() - mask.sum() // 3]
     vectors = np.random.RandomState(2).standard_normal((rows, 3, 20, 5)).astype(np.float32)
 
     @jax.jit

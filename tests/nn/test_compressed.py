@@ -52,9 +52,9 @@ def test_documents_are_alone_and_see_complete_keys_only(attn, x):
         alone = jnp.roll(x, -start, axis=1)
         want = run(attn, alone, jnp.asarray(np.arange(T) < stop - start, jnp.int32)[None])
         np.testing.assert_allclose(got[:, start:stop], want[:, : stop - start], atol=1e-5)
-    one = jnp.ones((1, T), jnp.int32)
-    changed = run(attn, x.at[:, 30:].set(0.0), one)
-    np.testing.assert_allclose(changed[:, :30], run(attn, x, one)[:, :30], atol=1e-5)
+    document = jnp.ones((1, T), jnp.int32)
+    changed = run(attn, x.at[:, 30:].set(0.0), document)
+    np.testing.assert_allclose(changed[:, :30], run(attn, x, document)[:, :30], atol=1e-5)
 
 
 def test_a_row_of_fewer_tokens_than_a_key_has(attn, x):

@@ -110,7 +110,7 @@ def test_position_biases_are_added_to_the_scores(make):
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def results(attn, x):
         bias = make()
-        whole, _ = attn(x, nn.make_context(B, T, position_bias=bias))
+        full, _ = attn(x, nn.make_context(B, T, position_bias=bias))
         ids = jnp.repeat(jnp.array([[1, 2]]), T, 1)
         packed, _ = attn(x.reshape(1, -1, D), nn.make_context(1, B * T, segment_ids=ids, position_bias=bias))
         cache = nn.cache.Cache(attn.init_cache(B, T, jnp.float32), jnp.zeros(B, jnp.int32))
@@ -122,13 +122,13 @@ def test_position_biases_are_added_to_the_scores(make):
         q, k, v = attn.project(x, nn.make_context(B, T))
         scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(H) + bias(jnp.arange(T)[None], jnp.arange(T))
         p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf))
-        return whole, attn.o(jnp.einsum("BNTS,BSNH->BTNH", p, v)), packed.reshape(B, T, D), rest
+        return full, attn.o(jnp.einsum("BNTS,BSNH->BTNH", p, v)), packed.reshape(B, T, D), rest
 
-    whole, want, packed, rest = results(attn, x)
-    np.testing.assert_allclose(whole, want, atol=1e-5)
-    np.testing.assert_allclose(packed, whole, atol=1e-5)
-    np.testing.assert_allclose(rest[0], whole[0, 4:], atol=1e-5)
-    np.testing.assert_allclose(rest[1], whole[1, 2:4], atol=1e-5)
+    full, want, packed, rest = results(attn, x)
+    np.testing.assert_allclose(full, want, atol=1e-5)
+    np.testing.assert_allclose(packed, full, atol=1e-5)
+    np.testing.assert_allclose(rest[0], full[0, 4:], atol=1e-5)
+    np.testing.assert_allclose(rest[1], full[1, 2:4], atol=1e-5)
 
 
 @pytest.mark.full

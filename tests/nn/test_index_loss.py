@@ -94,7 +94,7 @@ def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
         (b, t): [s for s in range(start[b, t], end[b, t]) if kind == "all" or s in best[b, t]]
         for b, t in np.ndindex(B, T)
     }
-    places = {key: found for key, found in places.items() if found}
+    places = {key: paths for key, paths in places.items() if paths}
     truth = lambda *index: formula(index, q, one_by_head.transpose(0, 2, 1, 3), places)
     single = lambda a: jnp.asarray(a, jnp.float32)
     chosen = Chosen(jnp.asarray(start), jnp.asarray(end), None if kind == "all" else jnp.asarray(best))
@@ -114,17 +114,17 @@ def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
 def test_a_layer_reports_the_mean_over_its_queries(dense):
     """Documents and padding in a row; of the chosen keys, or of all."""
     weight = 0.5
-    found = layer(nn.IndexLoss(weight, dense=dense))
-    q, k, index, scores, (start, end) = jax.device_get(parts(found, X, SEGMENTS))
+    trained = layer(nn.IndexLoss(weight, dense=dense))
+    q, k, index, scores, (start, end) = jax.device_get(parts(trained, X, SEGMENTS))
     double = lambda a: np.asarray(a, np.float64)
     places = {}
     for b, t in np.argwhere(SEGMENTS > 0):
         visible = np.arange(start[b, t], end[b, t])
         best = visible[np.argsort(-scores[b, t, visible], kind="stable")]
         places[b, t] = sorted(best if dense else best[:TOP])
-    q, k = double(q) * found.scale / SCALE, double(k).transpose(0, 2, 1, 3)
+    q, k = double(q) * trained.scale / SCALE, double(k).transpose(0, 2, 1, 3)
     want = formula([double(a) for a in index], q, k, places)
-    got = jax.jit(run)(found, X, SEGMENTS)[1]["loss/indexer"]
+    got = jax.jit(run)(trained, X, SEGMENTS)[1]["loss/indexer"]
     np.testing.assert_allclose(got, weight * want / len(places), rtol=2e-5)
 
 
@@ -141,15 +141,15 @@ def everything(layer, x, segment_ids=None) -> dict:
         weighted = jnp.sum(y * jax.random.normal(jax.random.key(0), y.shape))
         return output * weighted + loss * aux["loss/indexer"], (y, aux["loss/indexer"])
 
-    found = {}
+    by_call = {}
     for name, factors in {"output": (1.0, 0.0), "loss": (0.0, 1.0)}.items():
         (d_weights, d_x), results = jax.grad(total, (0, 1), has_aux=True)(trained, x, *factors)
-        found[name] = d_weights | {"x": d_x}
-    return found | {"results": results}
+        by_call[name] = d_weights | {"x": d_x}
+    return by_call | {"results": results}
 
 
 def computed(layer, *inputs) -> dict:
-    return jax.jit(lambda *given: everything(*given), compiler_options=QUICKLY)(layer, *inputs)
+    return jax.jit(lambda *arrays: everything(*arrays), compiler_options=QUICKLY)(layer, *inputs)
 
 
 @functools.cache
@@ -162,10 +162,10 @@ def once(dense: bool, gather: bool) -> dict:
     [*(pytest.param(dense, False, marks=pytest.mark.full) for dense in (True, False)), (False, True)],
 )
 def test_the_loss_and_the_output_train_different_weights(dense, gather):
-    found = once(dense, gather)
-    for path in found["output"]:
+    results = once(dense, gather)
+    for path in results["output"]:
         learns, rests = ("loss", "output") if path.startswith("indexer.") else ("output", "loss")
-        assert np.abs(found[learns][path]).max() > 1e-6 and not np.any(found[rests][path]), path
+        assert np.abs(results[learns][path]).max() > 1e-6 and not np.any(results[rests][path]), path
 
 
 def test_gathered_latents_are_those_under_a_mask(monkeypatch):
@@ -223,9 +223,9 @@ def test_a_layer_on_eight_devices_is_that_on_one(kind, gather, monkeypatch):
 
 def test_an_indexer_learns_what_attention_looks_at():
     """In the warm-up the loss falls, and the chosen keys get more of attention, of what the best choice would get."""
-    found = jax.tree.map(lambda a: a, layer(nn.IndexLoss(dense=True)))
-    found.q_up.w.set_value(3 * found.q_up.w.get_value())  # sharper
-    trained, rest = nn.partition(found, training.trainable_only("indexer.*"))
+    mixer = jax.tree.map(lambda a: a, layer(nn.IndexLoss(dense=True)))
+    mixer.q_up.w.set_value(3 * mixer.q_up.w.get_value())  # sharper
+    trained, rest = nn.partition(mixer, training.trainable_only("indexer.*"))
     rng, optimizer = np.random.default_rng(0), optax.adam(1e-2)
     texts = jnp.asarray(rng.normal(size=(101, 4, SEQ, DIM)), jnp.float32)
 
@@ -268,10 +268,10 @@ CFG = deepseek_v32.Config(
 
 @functools.cache
 def model(gather: bool) -> deepseek_v32.DeepSeekV32:
-    found = filled(lambda: deepseek_v32.DeepSeekV32(CFG, rngs=nnx.Rngs(0)))
-    for mixer in nn.mixer.mixers(found):
+    network = filled(lambda: deepseek_v32.DeepSeekV32(CFG, rngs=nnx.Rngs(0)))
+    for mixer in nn.mixer.mixers(network):
         mixer.gather = gather
-    return found
+    return network
 
 
 def trained(model, batch, **options) -> tuple:

@@ -109,6 +109,6 @@ def test_a_quantized_latent_cache_is_near_the_exact_one(dtype):
         (want, exact), (got, low) = jax.device_get([extend(layer, x, cache, start) for cache in (exact, low)])
         assert 0 < norm(got - want) < 0.05 * norm(want)
     assert isinstance(low, nn.cache.QuantizedLatentCache) and low.values.dtype == dtype and low.capacity == 12
-    held, whole = (np.asarray(cache.latent)[:, :6] for cache in (low, exact))
+    held, full = (np.asarray(cache.latent)[:, :6] for cache in (low, exact))
     for part in (slice(0, 10), slice(10, 14)):  # each has a scale of its own
-        assert norm(held[..., part] - whole[..., part]) < 0.03 * norm(whole[..., part])
+        assert norm(held[..., part] - full[..., part]) < 0.03 * norm(full[..., part])

@@ -163,7 +163,7 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
     """A balance within documents is the mean over those of the batch, wherever they are."""
     layer, x, (few, many) = moe(), inputs(1, 7), (2, 5)
     both = jnp.concatenate([x, x])
-    found = jax.jit(
+    losses = jax.jit(
         lambda layer: {
             "alone": [loss(layer.router(part), None) for part in (x[:, :few], x[:, few:])],
             "padded": [
@@ -179,10 +179,10 @@ def test_losses_of_documents_alone_padded_and_packed_are_the_same(loss):
             ),
         }
     )(layer)
-    np.testing.assert_allclose(found["padded"], found["alone"], rtol=1e-5)
-    np.testing.assert_allclose(found["packed"], found["rows"], rtol=1e-5)
+    np.testing.assert_allclose(losses["padded"], losses["alone"], rtol=1e-5)
+    np.testing.assert_allclose(losses["packed"], losses["rows"], rtol=1e-5)
     if isinstance(loss, nn.router.SequenceBalance):
-        np.testing.assert_allclose(found["packed"], np.mean(found["alone"]), rtol=1e-5)
+        np.testing.assert_allclose(losses["packed"], np.mean(losses["alone"]), rtol=1e-5)
 
 
 # ExpertBias without a loss

@@ -75,7 +75,10 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return jnp.full_like(output, jnp.nan).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
 
 
-@pytest.fixture(params=["dense", "ragged in tiles", pytest.param("ragged", marks=pytest.mark.full)])
+FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("dense", "ragged")]
+
+
+@pytest.fixture(params=["ragged in tiles", *FULL])
 def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs, of single rows or of whole tiles however few rows there are."""
     how, _, tiles = request.param.partition(" in ")
@@ -103,8 +106,10 @@ def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging)
     gradients = differentiated(lambda m, x: m(x, context())[0])
     looped = differentiated(lambda m, x: m.reference(x, context()))
     for even in (True, False):
-        for one in (layer, split):
-            one.router.gate.w[...] = one.router.gate.w[...] * even  # equal scores: the first experts win everywhere
+        for experts in (layer, split):
+            experts.router.gate.w[...] = (
+                experts.router.gate.w[...] * even
+            )  # equal scores: the first experts win everywhere
         assert (np.bincount(np.ravel(chosen(layer, x))).max() == 4 * 16) != even
         with sharding.use(layout):
             got = gradients(split, x)
@@ -142,10 +147,10 @@ def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
     with sharding.use(layout):
         traced = jax.jit(jax.grad(lambda m, x: m(x)[0].sum(), argnums=(0, 1))).trace(layer, x)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    found = re.findall(r"@ragged_all_to_all\(.*: \(tensor<(\d+)x16xf32>, tensor<(\d+)x16xf32>", text)
+    exchanges = re.findall(r"@ragged_all_to_all\(.*: \(tensor<(\d+)x16xf32>, tensor<(\d+)x16xf32>", text)
     choices = 16 * X
     rows = {(out, choices) for out in (choices // 2, choices // 8)}  # two turns, or as many as there are devices
-    assert {tuple(map(int, pair)) for pair in found} == rows | {pair[::-1] for pair in rows}
+    assert {tuple(map(int, pair)) for pair in exchanges} == rows | {pair[::-1] for pair in rows}
     assert "all_to_all" not in text.replace("ragged_all_to_all", "")
 
 
@@ -210,9 +215,9 @@ def test_tokens_travel_to_their_experts():
     with sharding.use(layout):
         run = jax.jit(lambda m, x: sharding.constrain(m(x)[0], "batch", "seq", None))
         text = run.lower(layer, x).compile().as_text()
-    found = re.findall(r"= (.*?) (all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
-    assert {kind for shape, kind in found if "f32" in shape and f",{DIM}]" in shape} == {"all-to-all"}
-    assert not any(f"{MLP},{DIM}]" in shape or f"{DIM},{MLP}]" in shape for shape, _ in found)
+    collectives = re.findall(r"= (.*?) (all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
+    assert {kind for shape, kind in collectives if "f32" in shape and f",{DIM}]" in shape} == {"all-to-all"}
+    assert not any(f"{MLP},{DIM}]" in shape or f"{DIM},{MLP}]" in shape for shape, _ in collectives)
 
 
 @pytest.mark.parametrize(

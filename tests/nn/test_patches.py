@@ -27,7 +27,7 @@ def placeholders() -> tuple[np.ndarray, np.ndarray]:
 
 def one_by_one(is_image: np.ndarray, segments: np.ndarray) -> np.ndarray:
     """Token by token: an image has one time, its rows and columns, and goes on behind the larger side."""
-    found, images = np.zeros((*is_image.shape, 3), int), iter(GRIDS // [1, 2, 2])
+    positions, images = np.zeros((*is_image.shape, 3), int), iter(GRIDS // [1, 2, 2])
     for row in range(len(is_image)):
         position = t = 0
         while t < is_image.shape[1]:
@@ -35,11 +35,11 @@ def one_by_one(is_image: np.ndarray, segments: np.ndarray) -> np.ndarray:
             if is_image[row, t]:
                 _, height, width = next(images)
                 for i in range(height * width):
-                    found[row, t + i] = position + np.array([0, i // width, i % width])
+                    positions[row, t + i] = position + np.array([0, i // width, i % width])
                 t, position = t + height * width, position + max(height, width)
             else:
-                found[row, t], t, position = position, t + 1, position + 1
-    return found
+                positions[row, t], t, position = position, t + 1, position + 1
+    return positions
 
 
 @pytest.mark.parametrize("grids", [GRIDS, BY_ROW], ids=["one row of patches", "a row for each of tokens"])
@@ -93,8 +93,8 @@ def test_buckets_hold_everything_in_order():
 
 
 def test_frames_become_images():
-    found = vision.pad_patches(np.zeros((24, 5), np.float32), [[3, 2, 4]])
-    np.testing.assert_array_equal(found.grids, [[1, 2, 4]] * 3 + [[0, 0, 0]])
+    images = vision.pad_patches(np.zeros((24, 5), np.float32), [[3, 2, 4]])
+    np.testing.assert_array_equal(images.grids, [[1, 2, 4]] * 3 + [[0, 0, 0]])
 
 
 @pytest.mark.parametrize("counts", [None, [1, 2]])

@@ -44,21 +44,21 @@ def test_packed_documents_are_those_documents_alone(kind):
 @kinds("mamba", "delta")
 def test_pieces_with_a_cache_are_the_whole(kind):
     """Rows of different lengths: many tokens at once, then one by one, and a row that is used again."""
-    one = layer(kind)
-    want, cache, found = np.asarray(run(one, X)), one.init_cache(2, SEQ, jnp.float32), np.zeros_like(X)
+    mixer = layer(kind)
+    want, cache, outputs = np.asarray(run(mixer, X)), mixer.init_cache(2, SEQ, jnp.float32), np.zeros_like(X)
     length, done = jnp.zeros(2, jnp.int32), np.zeros(2, int)
     for new in ((66, 5), (1, 1), (1, 0), (0, 66), (1, 1)):
         width = 66 if max(new) > 1 else 1
         at = np.minimum(done[:, None] + np.arange(width), SEQ - 1)
         valid = np.arange(width) < np.array(new)[:, None]
-        y, cache, length = step(one, np.take_along_axis(X, at[..., None], 1), valid, length, cache)
+        y, cache, length = step(mixer, np.take_along_axis(X, at[..., None], 1), valid, length, cache)
         for row, n in enumerate(new):
-            found[row, done[row] : done[row] + n] = np.asarray(y)[row, :n]
+            outputs[row, done[row] : done[row] + n] = np.asarray(y)[row, :n]
         done += new
     for row, n in enumerate(done):
-        np.testing.assert_allclose(found[row, :n], want[row, :n], atol=2e-5 * want.std())
+        np.testing.assert_allclose(outputs[row, :n], want[row, :n], atol=2e-5 * want.std())
     # Length zero: the state of the row's earlier document is forgotten.
-    y, _, _ = step(one, X[:, :1], np.ones((2, 1), bool), jnp.zeros(2, jnp.int32), cache)
+    y, _, _ = step(mixer, X[:, :1], np.ones((2, 1), bool), jnp.zeros(2, jnp.int32), cache)
     np.testing.assert_allclose(y, want[:, :1], atol=2e-5 * want.std())
 
 
@@ -101,9 +101,9 @@ def test_parameters_lie_on_eight_devices(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_state_cannot_do_is_refused(kind):
-    one = jax.eval_shape(lambda: layer(kind))
-    assert not one.reorderable and not one.quantizable_cache
-    caches = [jax.eval_shape(lambda capacity=capacity: one.init_cache(1, capacity)) for capacity in (8, 1 << 15)]
+    mixer = jax.eval_shape(lambda: layer(kind))
+    assert not mixer.reorderable and not mixer.quantizable_cache
+    caches = [jax.eval_shape(lambda capacity=capacity: mixer.init_cache(1, capacity)) for capacity in (8, 1 << 15)]
     assert not nn.cache.can_rewind(caches[0])
     assert jax.tree.map(jnp.shape, caches[0]) == jax.tree.map(jnp.shape, caches[1])  # it does not grow
     if kind in ("delta", "kimi"):
@@ -124,8 +124,8 @@ def test_traffic_is_that_of_transitions_states_and_the_last_inputs():
     """Of each device, in float32: N transitions [Hk, Hk] and states [Hk, Hv]; and three inputs of the convolution."""
     split = SplitSequence(sharding.CP_RING, {"context": 4}, parts=4, heads=2, rows=3, tokens=20, width=2, passes=3)
     floats, inputs = 4 * (8 * 8 + 8 * 6), 3 * (2 * 8 + 2 * 8 + 4 * 6)  # N = 4; queries and keys of two heads, values
-    one = 3 * 4 * (4 * floats + 2 * inputs) / 2
-    assert layer("delta").traffic(split) == {"all-gather": 2 * one, "reduce-scatter": one}
+    row = 3 * 4 * (4 * floats + 2 * inputs) / 2
+    assert layer("delta").traffic(split) == {"all-gather": 2 * row, "reduce-scatter": row}
 
 
 def test_rates_are_drawn_from_1_to_16():

@@ -112,14 +112,14 @@ def test_forced_experts_give_the_logits_and_router_gradients_of_transformers(nam
 
 def test_own_routes_change_nothing(made):
     _, ours = made("Qwen3Moe")
-    output, own = jax.jit(lambda: nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32))()
-    assert own.shape == (2, 8, 2, X) and own.dtype == jnp.int16
+    output, recorded = jax.jit(lambda: nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32))()
+    assert recorded.shape == (2, 8, 2, X) and recorded.dtype == jnp.int16
     replayed = jax.jit(
         lambda ids, **inputs: nn.router.replay(ours, ids)(jnp.asarray(TOKENS), dtype=jnp.float32, **inputs)
     )
     # vLLM gives a row for each layer, and none for the last token.
     every_layer, others = np.zeros((2, 2, 8, LAYERS, X), np.int16)
-    every_layer[:, :, [0, 2]], others[:, :, [0, 2]] = own, routes()
+    every_layer[:, :, [0, 2]], others[:, :, [0, 2]] = recorded, routes()
     np.testing.assert_array_equal(replayed(every_layer).hidden, output.hidden)
     rows = nn.router.route_rows([every_layer[0, :-1], every_layer[1, :5]], length=8)
     assert (rows[1, 5:] == -1).all()
@@ -143,9 +143,9 @@ def test_split_sequences_replay_in_their_order(made):
     layout = sharding.Layout(sharding.make_mesh(context=2, devices=jax.devices()[:2]), sharding.FSDP | sharding.CP_RING)
     with sharding.use(layout):
         got = jax.jit(lambda ids: logits(nn.router.replay(ours, ids)))(ids)
-        own = jax.jit(lambda: nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32)[1])()
+        recorded = jax.jit(lambda: nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32)[1])()
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(own, nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32)[1])
+    np.testing.assert_array_equal(recorded, nn.router.record(ours)(jnp.asarray(TOKENS), dtype=jnp.float32)[1])
 
 
 @pytest.mark.full

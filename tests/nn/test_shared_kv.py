@@ -21,7 +21,7 @@ def pair(mask, **options) -> tuple[nn.Attention, nn.SharedKVAttention]:
     return first, second
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [pytest.param("causal", marks=pytest.mark.full), "window"])
 def test_equal_queries_get_equal_results_with_and_without_a_cache(mask):
     first, second = pair(MASKS[mask])
 

@@ -68,7 +68,7 @@ def test_packed_documents_are_those_documents_alone():
 
 
 def test_pieces_with_a_cache_are_the_whole():
-    want, cache, found = np.asarray(run(layer(), X)), layer().init_cache(2, SEQ, jnp.float32), []
+    want, cache, outputs = np.asarray(run(layer(), X)), layer().init_cache(2, SEQ, jnp.float32), []
     step = jax.jit(
         lambda layer, x, cache, length: layer(
             x, nn.make_context(*x.shape[:2], cache=nn.cache.Cache(None, length)), cache
@@ -76,8 +76,8 @@ def test_pieces_with_a_cache_are_the_whole():
     )
     for begin, end in ((0, 11), (11, 22), (22, 23), (23, 24)):
         y, cache = step(layer(), X[:, begin:end], cache, jnp.full(2, begin, jnp.int32))
-        found.append(np.asarray(y))
-    np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=1e-5 * want.std())
+        outputs.append(np.asarray(y))
+    np.testing.assert_allclose(np.concatenate(outputs, axis=1), want, atol=1e-5 * want.std())
 
 
 def test_indexers_are_stored_and_not_trained():

@@ -224,20 +224,20 @@ class Adds(nnx.Module):
     def __init__(self):
         self.w = nnx.Param(jnp.ones(()), axes=())
 
-    def __call__(self, x, ctx, cache, own):
+    def __call__(self, x, ctx, cache, added):
         x, total = x
-        return (x + own * self.w[...], total + own.max()), cache, {}
+        return (x + added * self.w[...], total + added.max()), cache, {}
 
 
 @pytest.mark.parametrize("kinds", GROUPINGS)
 def test_layers_get_their_own_row_and_carry_more_than_x(kinds):
-    own = jnp.asarray(np.arange(7.0) * 10.0 ** np.arange(7), jnp.float32)[:, None] * jnp.ones((7, 3))
+    rows = jnp.asarray(np.arange(7.0) * 10.0 ** np.arange(7), jnp.float32)[:, None] * jnp.ones((7, 3))
 
     @jax.jit
     def run():
         stack = nn.Stack(lambda kind, rngs: Adds(), kinds, rngs=nnx.Rngs(0))
         x = jnp.zeros(3), jnp.zeros(())
-        return [stack(x, layer_inputs=own, remat=remat)[0] for remat in (None, "full")]
+        return [stack(x, layer_inputs=rows, remat=remat)[0] for remat in (None, "full")]
 
     for x, total in run():
         np.testing.assert_array_equal(x, np.full(3, 6543210.0))

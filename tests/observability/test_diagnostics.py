@@ -188,8 +188,8 @@ def small():
 @pytest.mark.full
 def test_what_is_observed_is_what_a_model_computes():
     model, batch = small()
-    found = probes.observe(model, batch, tiny.loss)
-    assert [name for name in found.outputs if name.count(".") < 3] == [
+    observed = probes.observe(model, batch, tiny.loss)
+    assert [name for name in observed.outputs if name.count(".") < 3] == [
         *("embed", "layers.0.attn_norm", "layers.0.attn", "layers.0.mlp_norm", "layers.0.mlp", "layers.0"),
         *("layers.1.attn_norm", "layers.1.attn", "layers.1.mlp_norm", "layers.1.mlp", "layers.1"),
         *("layers.2.attn_norm", "layers.2.attn", "layers.2.mlp_norm", "layers.2.mlp", "layers.2", "norm"),
@@ -202,11 +202,11 @@ def test_what_is_observed_is_what_a_model_computes():
         return tiny.loss(model, batch)[0] / batch["targets"].size, jnp.sqrt(jnp.mean(hidden**2))
 
     (value, rms), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-    assert found.outputs["norm"]["rms"] == pytest.approx(float(rms), rel=1e-4)
-    assert found.loss == pytest.approx(float(value), rel=1e-5)
+    assert observed.outputs["norm"]["rms"] == pytest.approx(float(rms), rel=1e-4)
+    assert observed.loss == pytest.approx(float(value), rel=1e-5)
     rows = {f"layers.{i}.mlp.up.w": grads["layers.groups.0.0.mlp.up.w"][i] for i in range(3)}
     for name, gradient in (rows | {name: grads[name] for name in ("embed.w", "norm.scale")}).items():
-        assert found.gradients[name] == pytest.approx(float(jnp.linalg.norm(gradient)), rel=1e-3), name
+        assert observed.gradients[name] == pytest.approx(float(jnp.linalg.norm(gradient)), rel=1e-3), name
 
 
 def test_logits_and_entropy_of_attention():
@@ -300,8 +300,8 @@ def test_slow_steps_are_flagged():
 
 
 def test_slow_hosts_are_named():
-    found = observability.slow_hosts({"compute": np.array([1.0, 1.1, 1.7]), "data": np.array([0.001, 0.009, 0.3])})
-    assert [line[:18] for line in found] == ["process 2: compute", "process 2: data to"]
+    slow = observability.slow_hosts({"compute": np.array([1.0, 1.1, 1.7]), "data": np.array([0.001, 0.009, 0.3])})
+    assert [line[:18] for line in slow] == ["process 2: compute", "process 2: data to"]
     assert observability.SlowHosts(size=8, factor=1e9)() == []
 
 

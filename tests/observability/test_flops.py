@@ -79,17 +79,17 @@ def test_matmuls_of_eight_bits_have_gradients_as_others(format):
 
 def test_what_is_frozen_or_has_no_gradient_counts_once():
     x, w, v = (SHAPE(shape, jnp.float32) for shape in ((4, 8), (8, 8), (8, 8)))
-    one = 2 * 4 * 8 * 8
+    matmul = 2 * 4 * 8 * 8
     count = lambda loss, **trained: observability.training_flops(loss, {"w": w, "v": v}, x, trained=trained or None)
     two = lambda model, x, key: x @ model["w"] @ model["v"]
-    assert count(two) == (2 + 3) * one
-    assert count(two, w=True, v=False) == (2 + 2) * one
-    assert count(two, w=False, v=True) == (1 + 2) * one
-    assert count(lambda model, x, key: jax.lax.stop_gradient(x @ model["w"]) @ model["v"]) == (2 + 2) * one
+    assert count(two) == (2 + 3) * matmul
+    assert count(two, w=True, v=False) == (2 + 2) * matmul
+    assert count(two, w=False, v=True) == (1 + 2) * matmul
+    assert count(lambda model, x, key: jax.lax.stop_gradient(x @ model["w"]) @ model["v"]) == (2 + 2) * matmul
     loop = lambda model, x, key: jax.lax.scan(lambda x, _: (x @ model["w"], None), x, length=5)[0]
-    assert count(loop) == 15 * one and count(loop, w=False, v=True) == 5 * one
+    assert count(loop) == 15 * matmul and count(loop, w=False, v=True) == 5 * matmul
     either = lambda model, x, key: jax.lax.cond(x[0, 0] > 0, lambda: x @ model["w"], lambda: x) @ model["v"]
-    assert count(either) == (2 + 3) * one
+    assert count(either) == (2 + 3) * matmul
 
 
 def test_packed_documents_and_padding_attend_less():
@@ -135,23 +135,23 @@ def test_every_mask_and_implementation_counts_the_pairs_it_sees(mask, implementa
 
 def test_what_contains_matmuls_is_looked_into():
     x, w = SHAPE((4, 8), jnp.float32), SHAPE((8, 8), jnp.float32)
-    one = 2 * 4 * 8 * 8
+    matmul = 2 * 4 * 8 * 8
     count = observability.forward_flops
     scanned = lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]
-    assert count(scanned, x, w) == 5 * one
-    assert count(jax.checkpoint(scanned), x, w) == 5 * one
-    assert count(jax.vmap(scanned, (0, None)), SHAPE((3, 4, 8), jnp.float32), w) == 15 * one
+    assert count(scanned, x, w) == 5 * matmul
+    assert count(jax.checkpoint(scanned), x, w) == 5 * matmul
+    assert count(jax.vmap(scanned, (0, None)), SHAPE((3, 4, 8), jnp.float32), w) == 15 * matmul
     either = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
-    assert count(either, x, w) == 2 * one
+    assert count(either, x, w) == 2 * matmul
     grads = lambda x, w: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
-    assert count(grads, x, w) == 2 * one
+    assert count(grads, x, w) == 2 * matmul
     image, kernel = SHAPE((1, 8, 8, 3), jnp.float32), SHAPE((3, 3, 3, 16), jnp.float32)
     convolve = lambda x, w: jax.lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     assert count(convolve, image, kernel) == 2 * 64 * 16 * 9 * 3
     ragged = lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes)
-    assert count(ragged, x, SHAPE((3, 8, 8), jnp.float32), SHAPE((3,), jnp.int32)) == one
+    assert count(ragged, x, SHAPE((3, 8, 8), jnp.float32), SHAPE((3,), jnp.int32)) == matmul
 
 
 def test_a_mesh_does_the_same_work_together():
@@ -185,10 +185,10 @@ def test_a_registered_formula_counts_a_loop_of_unknown_length():
         return jax.lax.while_loop(lambda x: x[0, 0] < least, lambda x: x @ w, x)
 
     x, w = SHAPE((4, 8), jnp.float32), SHAPE((8, 8), jnp.float32)
-    one = 2 * 4 * 8 * 8
-    assert observability.forward_flops(powers, x, w, np.int32(5)) == 5 * one
-    assert observability.forward_flops(powers, x, w, SHAPE((), jnp.int32)) == one
-    assert observability.forward_flops(lambda x, w: until(x, w, least=9.0), x, w) == one
+    matmul = 2 * 4 * 8 * 8
+    assert observability.forward_flops(powers, x, w, np.int32(5)) == 5 * matmul
+    assert observability.forward_flops(powers, x, w, SHAPE((), jnp.int32)) == matmul
+    assert observability.forward_flops(lambda x, w: until(x, w, least=9.0), x, w) == matmul
     np.testing.assert_array_equal(powers(jnp.eye(2), 2 * jnp.eye(2), 3), 8 * jnp.eye(2))
 
 

@@ -43,10 +43,10 @@ def test_a_tracker_stays_with_its_run(monkeypatch, kind, key):
     package = Package()
     monkeypatch.setitem(sys.modules, kind.lower(), package)
     tracker = getattr(observability, kind)("p")
-    own = getattr(observability, kind)("p", **{key: "mine", "resume": "must"})
-    for one in (tracker, tracker, own, own):
-        one.write(1, {"loss": 1.0})
-        one.close()
+    renewed = getattr(observability, kind)("p", **{key: "mine", "resume": "must"})
+    for writer in (tracker, tracker, renewed, renewed):
+        writer.write(1, {"loss": 1.0})
+        writer.close()
     ids = [run[key] for run in package.runs]
     assert ids[0] == ids[1] and ids[2:] == ["mine", "mine"] and package.runs[2]["resume"] == "must"
 

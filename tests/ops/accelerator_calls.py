@@ -68,8 +68,8 @@ class Attention:
             cache = nn.cache.kv_cache(
                 self.batch, self.keys, num_kv_heads=1, k_dim=1, v_dim=1, ring=None, dtype=jnp.float32
             )
-            whole = nn.cache.Cache([cache], jnp.full(self.batch, self.cache, jnp.int32))
-            ctx = nn.make_context(self.batch, self.tokens, cache=whole)
+            full = nn.cache.Cache([cache], jnp.full(self.batch, self.cache, jnp.int32))
+            ctx = nn.make_context(self.batch, self.tokens, cache=full)
             return *ctx.key_intervals(self.mask), ctx.mask_hint(self.mask, cache)
         ids = 1 + jnp.arange(self.tokens) // -(-self.tokens // self.documents)
         ids = jnp.broadcast_to(ids, (self.batch, self.tokens)) if self.documents > 1 else None

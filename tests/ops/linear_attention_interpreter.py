@@ -27,9 +27,9 @@ def main() -> None:
     ]
     vars(kimi_delta.KIMI_DELTA)["kernels"] = tuple(kernels)
     run = functools.partial(tests.results, tests.KDA, tests.NAME)
-    found = tests.compared(tests.KDA, run, 100, (2, 2), (64, 64), slow)
-    print({name: float(f"{error:.2g}") for name, error in found.items()})
-    tests.check(found)
+    differences = tests.compared(tests.KDA, run, 100, (2, 2), (64, 64), slow)
+    print({name: float(f"{error:.2g}") for name, error in differences.items()})
+    tests.check(differences)
 
 
 if __name__ == "__main__":

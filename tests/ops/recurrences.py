@@ -146,4 +146,4 @@ KDA = Recurrence(
     2e-5,
 )
 SSD = Recurrence("ssd", ssd_inputs, ssd_definition, (B, 6, 5, 7), 1e-5, 2e-5)
-RECURRENCES = {one.op: one for one in (GATED_DELTA, KDA, SSD)}
+RECURRENCES = {rule.op: rule for rule in (GATED_DELTA, KDA, SSD)}

@@ -58,15 +58,15 @@ def compile_all(widths: tuple[int, int], softcap: float | None) -> list[dict]:
     def decoding(q, k, v, start, end, sinks):
         return mosaic_gpu(q, k, v, k_start=start, k_end=end, scale=0.1, softcap=softcap, sinks=sinks)
 
-    one, ends = array(jnp.bfloat16, B, 1, N, Hk), [array(jnp.int32, B, 1)] * 2
+    query, ends = array(jnp.bfloat16, B, 1, N, Hk), [array(jnp.int32, B, 1)] * 2
     about = {"Hk": Hk, "Hv": Hv, "softcap": softcap is not None}
-    parts = _compiled((both, (q, k, v, *bounds, sinks)), (decoding, (one, k, v, *ends, sinks)))
+    parts = _compiled((both, (q, k, v, *bounds, sinks)), (decoding, (query, k, v, *ends, sinks)))
     # The gradients of keys and values once more, with blocks of threads that sum over all query heads.
     processors, config.processors = config.processors, lambda: 1
-    whole = _compiled((lambda *given: both(*given)[1][1:3], (q, k, v, *bounds, sinks)))
+    full_rows = _compiled((lambda *inputs: both(*inputs)[1][1:3], (q, k, v, *bounds, sinks)))
     config.processors = processors
     names = {row["kernel"] for row in parts}
-    return [about | row for row in (*parts, *(row for row in whole if row["kernel"] not in names))]
+    return [about | row for row in (*parts, *(row for row in full_rows if row["kernel"] not in names))]
 
 
 def compile_latents(widths: tuple[int, int]) -> list[dict]:
@@ -116,8 +116,8 @@ def _compiled(*calls) -> list[dict]:
     """One row per kernel of these functions with their arguments."""
     for note in DUMP.iterdir():
         note.unlink()
-    for function, given in calls:
-        jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).compile()
+    for function, shapes in calls:
+        jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
     notes = sorted(DUMP.glob("*.ptxas"))
     code = [next(DUMP.glob(note.stem + ".sass*")) for note in notes]  # the suffix depends on the version
     return [_read(note.read_text()) | _overlap(sass.read_text()) for note, sass in zip(notes, code, strict=True)]

@@ -85,5 +85,7 @@ def test_fp8_blocks_equal_their_values_in_float32(shape):
             line(d, (1, 128)) @ line(w, (128, 128)),
             line(d, (128, 1)).T @ line(x, (128, 1)),
         )
-    for got, one in zip(run(d, x, w), want, strict=True):
-        assert jnp.linalg.norm(got.astype(jnp.float32) - one) < 0.003 * jnp.linalg.norm(one)  # a bfloat16 result
+    for got, expected in zip(run(d, x, w), want, strict=True):
+        assert jnp.linalg.norm(got.astype(jnp.float32) - expected) < 0.003 * jnp.linalg.norm(
+            expected
+        )  # a bfloat16 result

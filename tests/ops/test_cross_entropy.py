@@ -80,10 +80,10 @@ PAIRWISE = [
 def test_values_and_gradients(softcap, z_loss, smoothing, chunk, dtype, weighted):
     hidden, weight, targets, weights = inputs(dtype)
     options = {"softcap": softcap, "z_loss": z_loss}
-    own = dict(label_smoothing=smoothing, chunk=chunk, **options)
+    settings = dict(label_smoothing=smoothing, chunk=chunk, **options)
 
     def loss(hidden, weight, weights):
-        out = fused_linear_cross_entropy(hidden, weight, targets, weights=weights if weighted else None, **own)
+        out = fused_linear_cross_entropy(hidden, weight, targets, weights=weights if weighted else None, **settings)
         return out.loss, out
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(hidden, weight, weights)

@@ -42,19 +42,23 @@ def arrays(M, I, O, E, dtype=np.float32, *, weight_order="EOI", biased=False):
 def in_float64(rows, gate, up, biases, d_out, counts, activation, weight_order="EOI"):
     """The result and the gradients of rows, gate, up and biases, from a loop over experts for each matmul."""
     turn = lambda w: np.asarray(w, np.float64).swapaxes(*((1, 2) if weight_order == "EIO" else (1, 1)))
-    own = np.arange(len(rows)) < np.cumsum(counts)[:, None]
-    own[1:] &= ~own[:-1]  # E M
-    given = rows.at[sum(counts) :].set(0), *map(turn, (gate, up))
-    found = [loop(given[0], w, counts, d_out)[0] for w in given[1:]]
-    found = [y + own.T @ np.asarray(b, np.float64) for y, b in zip(found, biases, strict=True)] if biases else found
-    with jax.enable_x64(True):
-        out, pull = jax.vjp(activation, *found)
-        d_gate, d_up = map(np.asarray, pull(np.where(own.any(0)[:, None], np.asarray(d_out, np.float64), 0)))
-    (_, one, of_gate), (_, other, of_up) = (
-        loop(given[0], w, counts, d) for w, d in zip(given[1:], (d_gate, d_up), strict=True)
+    is_routed = np.arange(len(rows)) < np.cumsum(counts)[:, None]
+    is_routed[1:] &= ~is_routed[:-1]  # E M
+    operands = rows.at[sum(counts) :].set(0), *map(turn, (gate, up))
+    products = [loop(operands[0], w, counts, d_out)[0] for w in operands[1:]]
+    products = (
+        [y + is_routed.T @ np.asarray(b, np.float64) for y, b in zip(products, biases, strict=True)]
+        if biases
+        else products
     )
-    d_biases = [own.astype(float) @ d for d in (d_gate, d_up)] if biases else []
-    return [np.asarray(out), one + other, turn(of_gate), turn(of_up), *d_biases]
+    with jax.enable_x64(True):
+        out, pull = jax.vjp(activation, *products)
+        d_gate, d_up = map(np.asarray, pull(np.where(is_routed.any(0)[:, None], np.asarray(d_out, np.float64), 0)))
+    (_, gate_rows, of_gate), (_, other, of_up) = (
+        loop(operands[0], w, counts, d) for w, d in zip(operands[1:], (d_gate, d_up), strict=True)
+    )
+    d_biases = [is_routed.astype(float) @ d for d in (d_gate, d_up)] if biases else []
+    return [np.asarray(out), gate_rows + other, turn(of_gate), turn(of_up), *d_biases]
 
 
 def value_and_gradients(run, rows, gate, up, biases, d_out):
@@ -76,9 +80,9 @@ def by_kernel(counts, weight_order, activation):
 @pytest.mark.parametrize("implementation", ["tiled", pytest.param("reference", marks=pytest.mark.full)])
 def test_equals_the_formula(implementation):
     options = {"activation": ops.ClampedSwiGLU(limit=1.0), "weight_order": "EIO"}
-    given, counts = arrays(70, 5, 7, 3, weight_order="EIO", biased=True), [33, 0, 21]
+    inputs, counts = arrays(70, 5, 7, 3, weight_order="EIO", biased=True), [33, 0, 21]
     run = by_op(jnp.array(counts), implementation=implementation, **options)
-    close(jax.jit(functools.partial(value_and_gradients, run))(*given), in_float64(*given, counts, **options))
+    close(jax.jit(functools.partial(value_and_gradients, run))(*inputs), in_float64(*inputs, counts, **options))
 
 
 # ---------------------------------------------------------------------------------------------- the kernel
@@ -100,14 +104,14 @@ def emulated(monkeypatch):
 )
 def test_the_kernels_code_equals_the_formula(emulated, name, weight_order, biased, counts_of):
     """Values alone are joined in the kernel; with gradients it writes gate and up."""
-    given, activation = arrays(M, I, O, 4, weight_order=weight_order, biased=biased), COMBINES[name]
+    inputs, activation = arrays(M, I, O, 4, weight_order=weight_order, biased=biased), COMBINES[name]
     kernel = lambda counts: by_kernel(counts, weight_order, emulator.in_numpy(activation))
-    alone = jax.jit(lambda counts, *given: kernel(counts)(*given))
-    both = jax.jit(lambda counts, *given: value_and_gradients(kernel(counts), *given))
+    alone = jax.jit(lambda counts, *inputs: kernel(counts)(*inputs))
+    both = jax.jit(lambda counts, *inputs: value_and_gradients(kernel(counts), *inputs))
     for about in counts_of:
         counts = COUNTS[about]
-        want = in_float64(*given, counts, activation, weight_order)
-        spoiled = given[0].at[sum(counts) :].set(jnp.nan), *given[1:]  # rows of no expert need not be finite
+        want = in_float64(*inputs, counts, activation, weight_order)
+        spoiled = inputs[0].at[sum(counts) :].set(jnp.nan), *inputs[1:]  # rows of no expert need not be finite
         if about in ("uneven", "less than a tile each", "nothing"):
             close([alone(jnp.array(counts), *spoiled[:4])], want[:1])
         if about in ("uneven", "rows left over"):
@@ -122,9 +126,9 @@ def shapes(dtype=jnp.bfloat16, *, weight_order="EOI", biased=False):
     return array(jnp.bfloat16, 1000, I), matrix, matrix, biases, array(jnp.bfloat16, 1000, O)
 
 
-def lowered(fn, *given) -> str:
+def lowered(fn, *inputs) -> str:
     check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-    return export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=[check])(*given).mlir_module()
+    return export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=[check])(*inputs).mlir_module()
 
 
 @no_gpu
@@ -151,7 +155,7 @@ def test_remat_decides_what_is_kept(policy, runs):
     run = jax.checkpoint(
         by_kernel(jnp.array([500, 0, 300, 100]), "EOI", ops.swiglu), policy=nn.remat.remat_policy(policy)
     )
-    loss = lambda *given: (run(*given).astype(jnp.float32) ** 2).sum()
+    loss = lambda *inputs: (run(*inputs).astype(jnp.float32) ** 2).sum()
     text = lowered(jax.grad(loss, argnums=(0, 1, 2)), *shapes()[:4])
     assert text.count("@mosaic_gpu_v2(") == runs + 3  # the gradients of rows, gate and up
 
@@ -170,12 +174,12 @@ def test_an_activation_that_the_kernel_cannot_apply_runs_outside_of_it(monkeypat
     monkeypatch.setattr(
         glu_module, "_grouped_glu", lambda *args, **how: fused.append(how["activation"]) or run(*args, **how)
     )
-    given = shapes()[:4]
+    inputs = shapes()[:4]
     for activation in (ops.swiglu, ops.geglu, COMBINES["clamped"], exact):
-        assert "@mosaic_gpu_v2(" in lowered(by_op(counts, activation=activation), *given)
+        assert "@mosaic_gpu_v2(" in lowered(by_op(counts, activation=activation), *inputs)
     assert fused == [ops.swiglu, ops.geglu, COMBINES["clamped"]]
     with pytest.raises(NotImplementedError, match="erfc"):
-        lowered(by_kernel(counts, "EOI", exact), *given)
+        lowered(by_kernel(counts, "EOI", exact), *inputs)
 
 
 def test_clear_errors():
@@ -222,9 +226,9 @@ def test_on_a_gpu_the_kernel_equals_the_formula(dtype):
     tol = 4 * float(jnp.finfo(dtype).eps)
     # Where a value is clamped, rounding decides on a whole derivative: here none is.
     for activation, weight_order, biased in ((ops.swiglu, "EOI", False), (ops.ClampedSwiGLU(limit=50.0), "EIO", True)):
-        given = arrays(M, I, O, 4, dtype, weight_order=weight_order, biased=biased)
+        inputs = arrays(M, I, O, 4, dtype, weight_order=weight_order, biased=biased)
         for counts in COUNTS.values():
             run = by_kernel(jnp.array(counts), weight_order, activation)
-            want = in_float64(*given, counts, activation, weight_order)
-            close([jax.jit(run)(*given[:4])], want[:1], tol)
-            close(jax.jit(functools.partial(value_and_gradients, run))(*given), want, tol)
+            want = in_float64(*inputs, counts, activation, weight_order)
+            close([jax.jit(run)(*inputs[:4])], want[:1], tol)
+            close(jax.jit(functools.partial(value_and_gradients, run))(*inputs), want, tol)

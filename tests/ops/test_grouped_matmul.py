@@ -108,8 +108,8 @@ def test_bfloat16_accumulates_in_float32(implementation):
 def test_cost_follows_the_rows(counts):
     sizes = tiled_tiles(4096, 16).sizes
     add = lambda tile, total: total + jnp.array([tile.size, 1])
-    one = lambda expert, start, stop, total: _for_each_tile(add, start, stop, 4096, sizes, total)
-    rows, tiles = jax.jit(lambda counts: _for_each_expert(one, counts, jnp.zeros(2, int)))(np.array(counts))
+    tiles_of = lambda expert, start, stop, total: _for_each_tile(add, start, stop, 4096, sizes, total)
+    rows, tiles = jax.jit(lambda counts: _for_each_expert(tiles_of, counts, jnp.zeros(2, int)))(np.array(counts))
     assert rows <= sum(counts) * 1.1 + 32 * np.count_nonzero(counts)
     assert tiles <= sum(counts) / 256 + 4 * np.count_nonzero(counts)
 
@@ -134,16 +134,16 @@ def test_tpus_get_no_ragged_dot_with_a_batch():
     """Their compiler refuses it; a pipeline's stages are one. Gradients are those of each by itself."""
     rows, weights = (jnp.stack([a, 2 * a]) for a in arrays(24, 6, 6, 3)[:2])
     counts = jnp.array([[5, 0, 19], [8, 8, 2]])
-    one = lambda *args: jnp.sum(jnp.sin(ragged_dot(*args)))
-    inside, outside = jax.vmap(jax.grad(one, (0, 1))), jax.grad(lambda *args: jax.vmap(one)(*args).sum(), (0, 1))
-    alone = jax.jit(jax.grad(one, (0, 1)))
+    loss = lambda *args: jnp.sum(jnp.sin(ragged_dot(*args)))
+    inside, outside = jax.vmap(jax.grad(loss, (0, 1))), jax.grad(lambda *args: jax.vmap(loss)(*args).sum(), (0, 1))
+    alone = jax.jit(jax.grad(loss, (0, 1)))
     want = jax.tree.map(lambda *a: np.stack(a), *[alone(rows[i], weights[i], counts[i]) for i in range(2)])
     for both in (inside, outside):
         got = jax.jit(both)(rows, weights, counts)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
         text = jax.jit(both).trace(rows, weights, counts).lower(lowering_platforms=("tpu",)).as_text()
-        found = [line for line in text.splitlines() if "ragged_dot" in line and "tensor<24x6xf32>" in line]
-        assert len(found) >= 6 and not any("tensor<2x24x6xf32>" in line for line in found)
+        batched = [line for line in text.splitlines() if "ragged_dot" in line and "tensor<24x6xf32>" in line]
+        assert len(batched) >= 6 and not any("tensor<2x24x6xf32>" in line for line in batched)
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -169,8 +169,8 @@ def test_tpus_get_a_ragged_dot_for_narrow_operands(monkeypatch):
     run = lambda *args: ops.grouped_matmul(*args, out_dtype=jnp.float32)
     exported = jax.export.export(jax.jit(run), platforms=["tpu"])(rows, weights, jnp.array([3, 4]))
     assert "ragged_dot" in exported.mlir_module()
-    found = ops.explain_grouped_matmul(rows, weights, out_dtype=jnp.float32, device=("tpu", "v5p"))
-    assert found.chosen == "ragged_dot" and "bfloat16 and float32" in found.refused["megablox"]
+    choice = ops.explain_grouped_matmul(rows, weights, out_dtype=jnp.float32, device=("tpu", "v5p"))
+    assert choice.chosen == "ragged_dot" and "bfloat16 and float32" in choice.refused["megablox"]
 
 
 def test_the_choice_is_explained_for_any_device():

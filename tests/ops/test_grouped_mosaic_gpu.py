@@ -88,10 +88,10 @@ def given(dtype=jnp.bfloat16, lead=()):
     return array(jnp.bfloat16, rows, I), array(dtype, 4, O, I), array(jnp.int32, 4), array(jnp.bfloat16, rows, O)
 
 
-def kernels(function, *given) -> int:
+def kernels(function, *inputs) -> int:
     """Returns the number of kernels in a program for CUDA."""
     check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-    text = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=[check])(*given).mlir_module()
+    text = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=[check])(*inputs).mlir_module()
     return text.count("@mosaic_gpu_v2(")
 
 
@@ -142,8 +142,8 @@ def test_tiles_cover_every_row_of_an_expert_once(counts):
 def test_what_they_cannot_run_is_explained(change, reason):
     options = dict(device=("gpu", "NVIDIA H200"), dtype=jnp.bfloat16, out_dtype=None, width=64) | change
     rows, weights = jnp.ones((8, options["width"]), options["dtype"]), jnp.ones((2, 64, options["width"]))
-    found = ops.explain_grouped_matmul(rows, weights, out_dtype=options["out_dtype"], device=options["device"])
-    assert re.search(reason, found.refused["mosaic_gpu"])
+    choice = ops.explain_grouped_matmul(rows, weights, out_dtype=options["out_dtype"], device=options["device"])
+    assert re.search(reason, choice.refused["mosaic_gpu"])
 
 
 @gpu

@@ -72,9 +72,9 @@ def explained(rule, device=H100, dtype=jnp.bfloat16, tokens=2048, heads=(8, 16),
     ids=str,
 )
 def test_hopper_gets_them_where_they_are_installed(rule, device, reason, installed):
-    found = explained(rule, device)
-    assert found.chosen == (NAME if reason is None else "chunked")
-    assert re.search(reason or "^$", found.refused.get(NAME, ""))
+    choice = explained(rule, device)
+    assert choice.chosen == (NAME if reason is None else "chunked")
+    assert re.search(reason or "^$", choice.refused.get(NAME, ""))
     assert explained(rule, device, tokens=8).chosen == "sequential"
 
 
@@ -99,11 +99,11 @@ def test_where_they_are_not_installed_the_reason_says_how(rule, monkeypatch):
         (KDA, dict(tokens=1 << 21), "at most 2097088 tokens"),
         (KDA, dict(axis_name="context"), "not of 128 x 256"),
     ],
-    ids=lambda one: one.op if hasattr(one, "op") else str(one),
+    ids=lambda value: value.op if hasattr(value, "op") else str(value),
 )
 def test_what_they_cannot_run_is_explained(rule, change, reason, installed):
-    found = explained(rule, **change)
-    assert found.chosen == "chunked" and reason in found.refused[NAME]
+    choice = explained(rule, **change)
+    assert choice.chosen == "chunked" and reason in choice.refused[NAME]
     assert explained(rule, **change, implementation=NAME).chosen is None
 
 
@@ -128,9 +128,9 @@ def stand_in(request, monkeypatch):
 def test_arrays_reach_the_kernels_in_their_layout(rule, stand_in):
     """With documents, padding, a state before the first token, and heads that share keys or groups; and without."""
     x, state = rule.inputs(), rule.initial_state()
-    for given in ((STARTS, VALID, state), (None, None, None)):
-        want = rule.definition(**x, **dict(zip(("is_start", "valid", "state"), given, strict=True)))
-        for ours, theirs in zip(rule.run(x, *given, NAME), want, strict=True):
+    for options in ((STARTS, VALID, state), (None, None, None)):
+        want = rule.definition(**x, **dict(zip(("is_start", "valid", "state"), options, strict=True)))
+        for ours, theirs in zip(rule.run(x, *options, NAME), want, strict=True):
             close(ours, theirs, rule.atol)
 
 
@@ -226,10 +226,10 @@ def test_kernels_become_machine_code(rule, monkeypatch, ranks_promoted):
     """Of both passes, with documents and a state; XLA compiles for an H100 that is not there."""
     monkeypatch.setattr(recurrence, "current_device", lambda: H100)
     here = jax.sharding.SingleDeviceSharding(devices_of(parse_target("h100x1"))[0])
-    x = shapes(rule, 300, *next(sizes for one, *sizes in SIZES.values() if one is rule))
+    x = shapes(rule, 300, *next(sizes for known, *sizes in SIZES.values() if known is rule))
     state = jax.eval_shape(functools.partial(state_of, rule), x)
-    given = x, state, {"is_start": jax.ShapeDtypeStruct((2, 300), bool)}
-    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), given)
+    inputs = x, state, {"is_start": jax.ShapeDtypeStruct((2, 300), bool)}
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), inputs)
 
     def loss(x, state, masks):
         out, last = rule(x, **masks, initial_state=state, implementation=NAME)
@@ -299,8 +299,8 @@ def compared(rule, run, tokens, heads, widths, slow, *, documents=True):
 TOLERANCE = {"out": 1e-2, "state": 1e-2}  # operands in bfloat16; of gradients, which pass through twice as many, double
 
 
-def check(found):
-    assert all(error < TOLERANCE.get(name, 2e-2) for name, error in found.items()), found
+def check(differences):
+    assert all(error < TOLERANCE.get(name, 2e-2) for name, error in differences.items()), differences
 
 
 @pytest.mark.full
@@ -329,6 +329,6 @@ def test_on_a_gpu_they_equal_the_definition(rule, heads, widths, slow, ranks_pro
 @needs_package
 def test_on_a_gpu_long_rows_are_cut_into_pieces(rule, ranks_promoted):
     """Few heads and many tokens: the package's kernels work on pieces of a row at a time."""
-    found = compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01)
-    check(found)
+    differences = compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01)
+    check(differences)
     check(compared(rule, functools.partial(compiled, rule, NAME), 2100, (2, 2), (64, 64), 0.01, documents=False))

@@ -91,8 +91,8 @@ def test_stages_of_a_pipeline(interpreted):
     """Under `jax.vmap` each runs by itself, with its own gradient."""
     rows, weights = (jnp.stack([a, 2 * a]) for a in arrays(24, 6, 6, 3)[:2])
     counts = jnp.array([[5, 0, 19], [8, 8, 2]])
-    one = jax.grad(lambda *args: jnp.sum(jnp.sin(megablox(*args))), (0, 1))
-    got, alone = jax.jit(jax.vmap(one))(rows, weights, counts), jax.jit(one)
+    gradient = jax.grad(lambda *args: jnp.sum(jnp.sin(megablox(*args))), (0, 1))
+    got, alone = jax.jit(jax.vmap(gradient))(rows, weights, counts), jax.jit(gradient)
     each = [alone(rows[i], weights[i], counts[i]) for i in range(2)]
     want = jax.tree.map(lambda *a: np.stack(a), *each)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
@@ -160,19 +160,19 @@ def lowered(chip, sizes, monkeypatch):
     M, I, O, E = sizes
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     run = lambda rows, weights, counts, d_out: jax.vjp(lambda *x: megablox(*x, counts), rows, weights)[1](d_out)
-    given = array(M, I), array(E, O, I), jax.ShapeDtypeStruct((E,), jnp.int32), array(M, O)
-    return jax.jit(run).trace(*given).lower(lowering_platforms=("tpu",)).as_text()
+    inputs = array(M, I), array(E, O, I), jax.ShapeDtypeStruct((E,), jnp.int32), array(M, O)
+    return jax.jit(run).trace(*inputs).lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_kernels_ask_for_vector_memory_where_they_need_to(monkeypatch):
     """On the chip that has it; without asking, the compiler refuses larger tiles there."""
     text, other = (lowered(chip, (4096, 2880, 2880, 2), monkeypatch) for chip in ("TPU v6 lite", "TPU v5p"))
-    asked = [int(one) for one in re.findall(r"scoped_memory_configs.*?size\\22: (\d+)", text)]
+    asked = [int(size) for size in re.findall(r"scoped_memory_configs.*?size\\22: (\d+)", text)]
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 2880), (2, 2880, 2880)))
     of = module.matmuls(*shapes, "EOI", "TPU v6e")
     tiles = of.tiles()
     assert sorted(asked) == sorted([tiles.d_rows.asked(of.d_rows), tiles.d_weights.asked(of.d_weights)])
-    assert all(16 * 2**20 < one <= vmem_of("TPU v6e") for one in asked)
+    assert all(16 * 2**20 < size <= vmem_of("TPU v6e") for size in asked)
     assert "tpu_custom_call" in other and "scoped_memory_configs" not in other
 
 
@@ -189,7 +189,7 @@ def test_larger_tiles_equal_a_loop_over_experts(interpreted, monkeypatch):
 
 def test_asking_reaches_kernels_in_jitted_functions():
     shapes = {(128, 128): jnp.bfloat16, (1, 128, 128): jnp.bfloat16, (1,): jnp.int32}
-    given = [jax.ShapeDtypeStruct(*one) for one in shapes.items()]
-    kernel = lambda *given: KERNELS.gmm(*given)  # a jitted function
-    assert str(jax.make_jaxpr(asking(kernel, 12345))(*given)).count("vmem_limit_bytes=12345") == 1
-    assert "vmem_limit_bytes=12345" not in str(jax.make_jaxpr(kernel)(*given))
+    inputs = [jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in shapes.items()]
+    kernel = lambda *inputs: KERNELS.gmm(*inputs)  # a jitted function
+    assert str(jax.make_jaxpr(asking(kernel, 12345))(*inputs)).count("vmem_limit_bytes=12345") == 1
+    assert "vmem_limit_bytes=12345" not in str(jax.make_jaxpr(kernel)(*inputs))

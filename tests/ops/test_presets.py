@@ -26,7 +26,12 @@ LACKING = {
 }
 
 
-@pytest.mark.parametrize("preset", LACKING)
+# By default dense layers, one of each kind of experts, and one of each reason.
+BY_DEFAULT = {"llama3.2-1b", "gemma2-2b", "gemma4-e2b", "gpt-oss-20b", "qwen3.5-0.8b"}
+PRESETS = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.full) for name in LACKING]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_trains_on_proven_kernels_or_the_table_says_what_they_lack(preset):
     for row in kernels.rows([preset], ["train"]):
         wanted = {why for why, devices in LACKING[preset].items() if row["device"] in devices}
@@ -47,15 +52,15 @@ def test_split_sequences_run_what_the_guide_says(strategy, chosen):
     """`docs/guides/parallelism.md` has this table."""
     model, tokens = filled_llama(num_kv_heads=4, head_dim=64), jnp.zeros((2, 256), jnp.int32)
     layout = sharding.Layout(sharding.make_mesh(fsdp=2, context=4), sharding.FSDP | strategy)
-    with sharding.use(layout), kernels._recorded("train") as found:
+    with sharding.use(layout), kernels._recorded("train") as calls:
         jax.eval_shape(lambda model: model(tokens, dtype=jnp.bfloat16).hidden, model)
     with kernels._all_installed():
         for device, name in (chosen | dict.fromkeys(TPUS, "splash")).items():
-            assert {call(kernels.DEVICES[device]).name for call in found.values()} == {name}, device
+            assert {call(kernels.DEVICES[device]).name for call in calls.values()} == {name}, device
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_page_has_the_tables_of_all_presets():
-    found = kernels.rows(list(weights.presets()))
-    assert kernels.shares(found) in kernels.PAGE.read_text(), "run python -m tests.benchmarks.kernels --write"
+    rows = kernels.rows(list(weights.presets()))
+    assert kernels.shares(rows) in kernels.PAGE.read_text(), "run python -m tests.benchmarks.kernels --write"

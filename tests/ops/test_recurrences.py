@@ -241,7 +241,7 @@ def test_bad_input(rule):
     x = jax.tree.map(jnp.asarray, rule.inputs(tokens=3))
     with pytest.raises(ValueError, match="there must be at least one token"):
         rule({name: a if a.ndim == 1 else a[:, :0] for name, a in x.items()})
-    with pytest.raises(ValueError, match="one of jax_linear_attention, chunked, sequential, got 'fast'"):
+    with pytest.raises(ValueError, match="one of jax_linear_attention, .*chunked, sequential, got 'fast'"):
         rule(x, implementation="fast")
     if rule is GATED_DELTA:
         with pytest.raises(ValueError, match="value heads must be a multiple"):

@@ -122,8 +122,8 @@ def test_length_may_be_static_traced_or_left_to_the_positions(name):
     positions = jnp.arange(90)[None]
     static = jax.jit(rope.tables, static_argnames="length")
     left = static(positions)
-    for found in (static(positions, length=90), jax.jit(rope.tables)(positions, length=jnp.int32(90))):
-        np.testing.assert_allclose(found, left, atol=1e-6)
+    for tables in (static(positions, length=90), jax.jit(rope.tables)(positions, length=jnp.int32(90))):
+        np.testing.assert_allclose(tables, left, atol=1e-6)
     assert np.abs(static(positions, length=40)[0] - left[0]).max() > 0.1  # the length does decide
     # decoding one token with the length of the prefill repeats the prefill's angles
     prefill, decode = (static(p, length=128)[0] for p in (positions, positions[:, 89:]))

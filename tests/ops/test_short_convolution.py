@@ -41,18 +41,18 @@ def test_it_is_its_definition():
 
 def test_a_tail_carries_a_sequence_over():
     """One by one and several at once, rows of different lengths, in the end a row that begins anew."""
-    tail, found, done = np.zeros((B, W - 1, C), np.float32), np.zeros((B, T, C)), np.zeros(B, int)
+    tail, outputs, done = np.zeros((B, W - 1, C), np.float32), np.zeros((B, T, C)), np.zeros(B, int)
     for new in ((4, 2), (1, 1), (2, 0), (0, 2), (1, 1), (8, 5), (2, 2)):
         at = done[:, None] + np.arange(8)
         valid = np.arange(8) < np.array(new)[:, None]
         part = np.where(valid[..., None], np.take_along_axis(X, np.minimum(at, T - 1)[..., None], 1), 99.0)
         y, tail = run(part.astype(np.float32), tail, np.zeros((B, 8), bool), valid)
         for b, n in enumerate(new):
-            found[b, done[b] : done[b] + n] = y[b, :n]
+            outputs[b, done[b] : done[b] + n] = y[b, :n]
         done += new
     want = definition(X, np.zeros((B, W - 1, C)), np.zeros((B, T), bool))
     for b, n in enumerate(done):
-        np.testing.assert_allclose(found[b, :n], want[b, :n], atol=1e-5)
+        np.testing.assert_allclose(outputs[b, :n], want[b, :n], atol=1e-5)
     first = np.zeros((B, 8), bool)
     first[:, 0] = True
     _, tail = run(X[:, :8], tail, first, np.arange(8)[None] < np.ones((B, 1)))

@@ -33,6 +33,7 @@ EVERY = [
     tiles.DeltaTiles(),
     tiles.KimiTiles(),
     tiles.SSDTiles(),
+    tiles.MosaicTpuTiles(),
 ]
 named = lambda one: type(one).__name__ if isinstance(one, tiles.TileSizes) else str(one)[:40]
 Q = np.random.default_rng(0).normal(size=(1, 64, 2, 16)).astype(np.float32)

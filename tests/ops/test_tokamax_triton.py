@@ -33,9 +33,9 @@ def test_equal_a_loop_over_experts():
     run = [sys.executable, "-m", "tests.ops.triton_interpreter"]
     done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 14
-    for name, errors in found.items():
+    differences = json.loads(done.stdout.splitlines()[-1])
+    assert len(differences) == 14
+    for name, errors in differences.items():
         assert max(errors) < 1e-5, (name, errors)
 
 
@@ -104,9 +104,9 @@ def test_gpus_without_maxlibs_kernels_get_them(kind, chosen, installed):
 
 def test_where_they_are_not_installed_the_reason_says_how(monkeypatch):
     monkeypatch.setattr(tokamax_triton, "has_triton", lambda: False)
-    found = explained(("gpu", A100))
-    assert found.chosen == "tiled"
-    assert "pip install 'maxlib[cuda]' on Python 3.12 or later" in found.refused["tokamax"]
+    choice = explained(("gpu", A100))
+    assert choice.chosen == "tiled"
+    assert "pip install 'maxlib[cuda]' on Python 3.12 or later" in choice.refused["tokamax"]
 
 
 @pytest.mark.parametrize(

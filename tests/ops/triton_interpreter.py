@@ -44,9 +44,9 @@ def triton_call(*args, kernel, out_type, grid, name, num_warps, num_stages, **co
     """A stand-in for `jax_triton.triton_call`; what a kernel does not write is NaN."""
     present = [i for i, x in enumerate(args) if x is not None]
 
-    def run(*given):
+    def run(*arguments):
         out, pointers = np.full(out_type.shape, np.nan, out_type.dtype), list(args)
-        for i, x in zip(present, given, strict=True):
+        for i, x in zip(present, arguments, strict=True):
             pointers[i] = Pointer(np.array(x, order="C"))
         kernel[grid](*pointers, Pointer(out), **constants)
         return out
@@ -73,11 +73,11 @@ def main() -> None:
     # The arrays are numpy's, in place of torch's, and need no copies.
     interpreter.GridExecutor._init_args_hst = lambda self, args, options: (args, options)
     interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
-    found = {}
+    differences = {}
     for name, counts in COUNTS.items():
         for order, tiles in (("EOI", "default"), ("EIO", "small")):
-            found[f"{name}, {order}"] = errors(counts, order, TILES[tiles])
-    print(json.dumps(found))
+            differences[f"{name}, {order}"] = errors(counts, order, TILES[tiles])
+    print(json.dumps(differences))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 import optax
 from flax import nnx
 
-from maxlib import ops, plan, sharding
-from maxlib.models import llama, mixtral
+from maxlib import nn, ops, plan, sharding
+from maxlib.models import llama, mixtral, qwen3_5
 from tests.nn.tiny import LLAMA
 
 CONFIG = dataclasses.replace(LLAMA, vocab=64, num_layers=4)
@@ -24,6 +24,18 @@ MIXTRAL = mixtral.Config(
     num_experts=8,
     top_k=2,
 )
+
+SMALL_RECURRENT = {
+    "vocab": 64,
+    "num_layers": 4,
+    "dim": 64,
+    "mlp_dim": 64,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "num_key_heads": 2,
+    "num_value_heads": 4,
+    "vision": None,
+}
 
 
 def build() -> Any:
@@ -44,4 +56,11 @@ def layout(strategy: Any = "fsdp", *, dcn: Mapping[str, int] | None = None, **de
 
 def moved(got: plan.Plan) -> dict[tuple[str, str], float]:
     """Returns the bytes of each kind of collective over each group of mesh axes."""
-    return {(one.kind, " ".join(one.axes)): one.bytes for one in got.costs.collectives}
+    return {(collective.kind, " ".join(collective.axes)): collective.bytes for collective in got.costs.collectives}
+
+
+def recurrent(implementation: str = "mosaic_tpu") -> Any:
+    """Builds a small Qwen3.5 whose gated delta rule runs on a named implementation."""
+    config = dataclasses.replace(qwen3_5.PRESETS["qwen3.5-0.8b"], **SMALL_RECURRENT)
+    model = qwen3_5.Qwen35(config, rngs=nnx.Rngs(0))
+    return nn.mixer.with_implementation(model, implementation, op="gated_delta_rule")

@@ -41,5 +41,5 @@ def test_the_sweep_names_what_a_step_falls_short_of(change, fault):
 def test_every_row_of_the_sweep_is_of_a_preset_and_those_that_fall_short_are_known():
     rows = sweep.recorded()
     slow = {name.partition(",")[0] for name in sweep.SLOW}
-    assert {one["preset"] for one in rows} | slow | {*sweep.COSTLY, *sweep.SPARSE["v6e"]} <= {*weights.presets()}
-    assert {(one["preset"], one["target"]) for one in rows if sweep.faults(one)} == sweep.OPEN
+    assert {row["preset"] for row in rows} | slow | {*sweep.COSTLY, *sweep.SPARSE["v6e"]} <= {*weights.presets()}
+    assert {(row["preset"], row["target"]) for row in rows if sweep.faults(row)} == sweep.OPEN

@@ -75,10 +75,10 @@ def test_a_model_that_is_no_such_function_is_refused(name, said, capsys):
 
 def test_a_search_plans_what_it_was_told():
     """Each setting reaches every plan: one that it cannot be refuses them all."""
-    own = layout(dcn={"data": 1})
-    take = functools.partial(plan.search, layouts=[own], batches=(1,), remats=("full",), compile=0)
-    (one,) = take(dataclasses.replace(JOB, attention="chunked")).plans
-    assert one.job == dataclasses.replace(JOB, layout=own, attention="chunked")
+    given_layout = layout(dcn={"data": 1})
+    take = functools.partial(plan.search, layouts=[given_layout], batches=(1,), remats=("full",), compile=0)
+    (best,) = take(dataclasses.replace(JOB, attention="chunked")).plans
+    assert best.job == dataclasses.replace(JOB, layout=given_layout, attention="chunked")
     for wrong in ({"attention": "flash"}, {"microbatches": 3}, {"loss": "nowhere"}, {"optimizer": "lion"}):
         with pytest.raises(ValueError, match="layouts can be planned: {'fsdp': -1}, remat full, 1 per chip: "):
             take(dataclasses.replace(JOB, **wrong))
@@ -143,10 +143,10 @@ def test_a_layout_that_does_not_compile_does_not_end_a_search(monkeypatch):
     monkeypatch.setattr("maxlib.plan._api.plan", compiled)
     take = functools.partial(plan.search, JOB, batches=(1,), remats=("full",))
     both = [layout(), layout("dp", data=-1)]
-    found = take(layouts=both)
-    assert [one.job.degrees for one in found.plans] == [{"data": -1}] and found.best.compiled
-    assert found.refused == (("{'fsdp': -1}, remat full, 1 per chip", "a bug of the compiler"),)
-    assert "1 refused" in str(found) and "remat full, 1 per chip: a bug of the compiler" in str(found)
+    result = take(layouts=both)
+    assert [candidate.job.degrees for candidate in result.plans] == [{"data": -1}] and result.best.compiled
+    assert result.refused == (("{'fsdp': -1}, remat full, 1 per chip", "a bug of the compiler"),)
+    assert "1 refused" in str(result) and "remat full, 1 per chip: a bug of the compiler" in str(result)
     with pytest.raises(ValueError, match="none of 1 layouts can be planned: .*a bug of the compiler"):
         take(layouts=both[:1])
 

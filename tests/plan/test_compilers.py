@@ -50,9 +50,9 @@ def test_llama2_7b_on_four_chips_is_no_larger_than_the_peer():
     assert got.peak <= 29.04 * 2**30 and got.analytic.total == pytest.approx(got.peak, rel=0.1)
     # Layers' weights come twice and their gradients go once, in bfloat16. What else travels is rows: of lookups, and to
     # the head.
-    moved = {one.kind: one.bytes for one in got.costs.collectives}
+    moved = {collective.kind: collective.bytes for collective in got.costs.collectives}
     weights = 2 * (got.num_parameters - 2 * 32_000 * 4096)
-    assert {one.axes for one in got.costs.collectives} == {("fsdp",)}
+    assert {collective.axes for collective in got.costs.collectives} == {("fsdp",)}
     assert moved.pop("all-gather") == pytest.approx(2 * weights, rel=0.005)
     assert moved.pop("reduce-scatter") == pytest.approx(weights, rel=0.01)
     assert sum(moved.values()) < 0.02 * weights
@@ -77,9 +77,9 @@ def test_a_step_compiles_for_gpus_that_are_not_there(attention):
     assert got.compiled and got.fits and got.analytic.total == pytest.approx(got.peak, rel=0.1)
     assert 1.15 < got.costs.flops * 16 / got.model_flops < 1.35
     # Weights come twice and their gradients go once, in bfloat16; rows travel to embedding and head.
-    moved = {one.kind: one.bytes for one in got.costs.collectives}
+    moved = {collective.kind: collective.bytes for collective in got.costs.collectives}
     layers = 2 * (got.num_parameters - 2 * 32_000 * 4096)
-    assert {one.axes for one in got.costs.collectives} == {("fsdp",)}
+    assert {collective.axes for collective in got.costs.collectives} == {("fsdp",)}
     assert moved["all-gather"] == pytest.approx(2 * layers, rel=0.1)
     assert moved["reduce-scatter"] == pytest.approx(layers, rel=0.1)
 
@@ -103,9 +103,11 @@ def test_a_1f1b_pipeline_needs_less_memory_and_no_more_arithmetic():
     assert early.peak < 0.8 * gpipe.peak and early.analytic.total == pytest.approx(early.peak, rel=0.1)
     for got in (gpipe, early):
         assert got.costs.flops * 16 / got.model_flops < 1.26 * 19 / 16
-        assert sum(one.bytes for one in got.costs.collectives if "stage" in one.axes) < 7 * 2**30
+        assert sum(collective.bytes for collective in got.costs.collectives if "stage" in collective.axes) < 7 * 2**30
         activations = sum(
-            one.bytes for one in got.costs.collectives if one.axes == ("stage",) and "permute" in one.kind
+            collective.bytes
+            for collective in got.costs.collectives
+            if collective.axes == ("stage",) and "permute" in collective.kind
         )
         assert 0 < activations < 3.5 * 2**30
 

@@ -28,9 +28,9 @@ def test_activations_of_a_weights_shape_are_counted():
 def test_where_sequences_are_split_between_matmuls_a_layer_holds_them_whole():
     base = dict(model="llama3.2-1b", target="h100x8", sequence=4096)
     make = lambda strategy: plan.Job(**base, layout=layout(strategy, fsdp=2, tensor=4))
-    split, whole = (plan.estimated(make(strategy)).analytic for strategy in ("fsdp_tp_sp", "fsdp_tp"))
+    split, unsplit = (plan.estimated(make(strategy)).analytic for strategy in ("fsdp_tp_sp", "fsdp_tp"))
     rows = 4 * 4096 * 2048 * 2  # of four devices, each with one row
-    assert split.activations < 0.3 * whole.activations and 3.5 * rows < split.layer < whole.layer + 4 * rows
+    assert split.activations < 0.3 * unsplit.activations and 3.5 * rows < split.layer < unsplit.layer + 4 * rows
 
 
 def test_what_waits_on_the_host_takes_time_to_travel():
@@ -72,11 +72,11 @@ def test_remat_and_tensor_parallelism_shrink_the_analytic_model():
 def test_tokens_are_estimated_to_travel_to_experts_that_stay(how, kind, room):
     """libtpu's program for Mixtral-8x7B, 8 experts x context 2, moved 12 GiB ragged before results travelled once."""
     got = plan.estimated(plan.Job(MIXTRAL, "h100x8", layout=layout("ep" + how, expert=8), sequence=16))
-    found, experts = moved(got), 4 * 8 * 3 * 32 * 48
+    traffic, experts = moved(got), 4 * 8 * 3 * 32 * 48
     # Out and back, out again, and backward, two bytes a number.
-    assert found[kind, "expert"] == 5 * 4 * room * 2 * (16 * 32 * 2)
-    assert found["all-gather", "expert"] == 2 * found["reduce-scatter", "expert"]
-    assert found["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
+    assert traffic[kind, "expert"] == 5 * 4 * room * 2 * (16 * 32 * 2)
+    assert traffic["all-gather", "expert"] == 2 * traffic["reduce-scatter", "expert"]
+    assert traffic["all-gather", "expert"] <= 2 * 2 * (got.num_parameters - experts)
 
 
 @pytest.mark.full
@@ -104,6 +104,7 @@ def test_a_period_gathers_two_layers_and_the_experts_of_one():
     assert _at_once(experts + others, most=6) == 4.0 + 15.0 and _at_once(others[:1], most=2) == 1.0
 
 
+@pytest.mark.full
 def test_rows_of_experts_are_estimated_to_pass_through_memory():
     """In libtpu's program of Qwen3.5-397B-A17B, cut to four layers, these rows are a third of the traffic."""
     bytes_of = lambda layout, k: (
@@ -111,9 +112,9 @@ def test_rows_of_experts_are_estimated_to_pass_through_memory():
             plan.Job(dataclasses.replace(MIXTRAL, top_k=k), "h100x8", layout=layout, sequence=4096)
         ).costs.bytes
     )
-    stay, travel = ([bytes_of(one, k) for k in (1, 2, 3)] for one in (layout("fsdp"), layout("ep", expert=8)))
-    for found in (stay, travel):
-        assert found[2] - found[1] == pytest.approx(found[1] - found[0]) and found[1] > found[0]
+    stay, travel = ([bytes_of(split, k) for k in (1, 2, 3)] for split in (layout("fsdp"), layout("ep", expert=8)))
+    for sizes in (stay, travel):
+        assert sizes[2] - sizes[1] == pytest.approx(sizes[1] - sizes[0]) and sizes[1] > sizes[0]
     rows = 4096 * 4 * 2  # of a device, in four layers, two bytes a number
     assert stay[1] - stay[0] >= 40 * rows * 32 and travel[1] - travel[0] > 1.2 * (stay[1] - stay[0])
 
@@ -136,7 +137,9 @@ def test_the_memory_traffic_of_experts_is_that_of_the_compiler(preset, target, d
 
 def recorded_bytes(preset, got):
     """Returns the bytes that the memory moves in the time of a recorded row that it bounds."""
-    row = next(one for one in sweep.recorded() if (one["preset"], one["target"]) == (preset, got.job.target))
+    row = next(
+        record for record in sweep.recorded() if (record["preset"], record["target"]) == (preset, got.job.target)
+    )
     assert row["bound"] == "memory"
     return got.target.chip.bandwidth * got.model_flops / (row["mfu"] * got.target.devices * got.target.chip.flops)
 
@@ -198,13 +201,21 @@ def test_keys_and_values_of_a_split_sequence_are_estimated():
     """libtpu's programs hold the same permutes: two bfloat16 arrays in each pass, and two float32 ones backward."""
     base = dict(model=CONFIG, target="h100x8", per_device_batch_size=1 / 4, sequence=64)
     split = lambda way: layout(f"fsdp+cp_{way}", fsdp=2, context=4)
-    found = {way: moved(plan.estimated(plan.Job(**base, layout=split(way)))) for way in ("ring", "gather", "ulysses")}
+    by_scheme = {
+        way: moved(plan.estimated(plan.Job(**base, layout=split(way)))) for way in ("ring", "gather", "ulysses")
+    }
     keys, queries = 4 * (2 * 2 * 12) * 16 * 2, 4 * (2 * 4 * 12) * 16 * 2  # layers, numbers of a token, tokens, bytes
-    assert found["ring"]["collective-permute", "context"] == (3 + 2) * 4 * keys
-    assert found["gather"]["all-gather", "context"] == 2 * found["gather"]["reduce-scatter", "context"] == 2 * 4 * keys
-    assert found["ulysses"]["all-to-all", "context"] == 3 * (queries + keys)
-    for one in found.values():
-        assert one["all-reduce", "context"] == one["reduce-scatter", "fsdp"] / 2  # their own part of the gradients
+    assert by_scheme["ring"]["collective-permute", "context"] == (3 + 2) * 4 * keys
+    assert (
+        by_scheme["gather"]["all-gather", "context"]
+        == 2 * by_scheme["gather"]["reduce-scatter", "context"]
+        == 2 * 4 * keys
+    )
+    assert by_scheme["ulysses"]["all-to-all", "context"] == 3 * (queries + keys)
+    for traffic in by_scheme.values():
+        assert (
+            traffic["all-reduce", "context"] == traffic["reduce-scatter", "fsdp"] / 2
+        )  # their own part of the gradients
 
 
 @pytest.mark.parametrize(
@@ -240,8 +251,8 @@ def test_a_strategy_that_states_no_costs_leaves_those_of_its_rules():
             return 5.0, 7.0
 
     def estimated(strategy):
-        own = layout(sharding.FSDP | strategy, fsdp=2, context=4)
-        return plan.estimated(plan.Job(CONFIG, "h100x8", layout=own, per_device_batch_size=1 / 4, sequence=64))
+        custom = layout(sharding.FSDP | strategy, fsdp=2, context=4)
+        return plan.estimated(plan.Job(CONFIG, "h100x8", layout=custom, per_device_batch_size=1 / 4, sequence=64))
 
     ring, rules, stated = map(estimated, (sharding.CP_RING, Own(), Stated()))
     assert moved(rules) == moved(ring) and moved(stated)["all-to-all", "context"] == 3 * 16

@@ -31,9 +31,11 @@ def test_a_scanned_matmul_counts_as_often_as_it_runs():
     costs = read_costs(compiled.as_text(), dict(mesh.shape))
     assert costs.flops == 5 * 2 * (16 / 4) * 64 * (64 / 2)
     assert costs.bytes > 5 * 4 * 64 * 32
-    found = {(one.kind, one.axes): (one.runs, one.bytes) for one in costs.collectives}
-    assert found[("all-gather", ("fsdp",))] == (5, 5 * 4 * 64 * 32)
-    assert found[("all-gather", ("tensor",))] == (5, 5 * 4 * 4 * 64)
+    collectives = {
+        (collective.kind, collective.axes): (collective.runs, collective.bytes) for collective in costs.collectives
+    }
+    assert collectives[("all-gather", ("fsdp",))] == (5, 5 * 4 * 64 * 32)
+    assert collectives[("all-gather", ("tensor",))] == (5, 5 * 4 * 4 * 64)
 
 
 HEADS = 2 * 2048 * 32 * 128 * 4096  # every head's output meets one element of the window: the rest is padding
@@ -92,12 +94,14 @@ def test_what_only_the_tpu_compiler_writes():
     )
     costs = read_costs(text, {"data": 2, "fsdp": 4}, trips={"attention": 3})
     assert costs.flops == HEADS + 3 * BATCHED and costs.unknown_loops == 1
-    found = {one.kind: (one.axes, one.written, one.bytes) for one in costs.collectives}
-    whole = 32 * 4096 * 2
-    assert found == {
-        "reduce-scatter": (("fsdp",), 1, whole),
-        "collective-permute": (("data",), 1, whole),
-        "all-to-all": (("data",), 1, whole),
+    collectives = {
+        collective.kind: (collective.axes, collective.written, collective.bytes) for collective in costs.collectives
+    }
+    array_bytes = 32 * 4096 * 2
+    assert collectives == {
+        "reduce-scatter": (("fsdp",), 1, array_bytes),
+        "collective-permute": (("data",), 1, array_bytes),
+        "all-to-all": (("data",), 1, array_bytes),
     }
 
 
@@ -119,9 +123,9 @@ def test_elements_of_tuples_may_be_named_in_place():
     text = UNROLLED.replace(
         "f32[32,128,128]{2,1,0:T(8,128)}) parameter", "/*index=1*/f32[32,128,128]{2,1,0:S(1)}) parameter"
     )
-    for name, whole, index in re.findall(r"  %(\S+) = .* get-tuple-element\(%(\S+)\), index=(\d)", text):
+    for name, tuple_name, index in re.findall(r"  %(\S+) = .* get-tuple-element\(%(\S+)\), index=(\d)", text):
         text = re.sub(rf"\n  %{name} = .*", "", text)
-        text = re.sub(rf"%{re.escape(name)}(?=[,)])", f"%{whole}#{index}", text)
+        text = re.sub(rf"%{re.escape(name)}(?=[,)])", f"%{tuple_name}#{index}", text)
     assert "get-tuple-element" not in text and "add(%state#0, %two)" in text
     assert read_costs(text, {"fsdp": 8}) == read_costs(UNROLLED, {"fsdp": 8})
 
@@ -129,8 +133,11 @@ def test_elements_of_tuples_may_be_named_in_place():
 def test_groups_whose_devices_are_counted_in_another_order():
     named = "replica_groups=mesh['axis_0'=1,'axis_1'=2,'axis_2'=2,'axis_3'=2], device_ids=([2,2,2]T(1,0,2)) {'axis_2'}"
     text = TPU.replace("replica_groups=[4,2]<=[2,4]T(1,0)", named).replace("{{0,4},{1,5},{4,0},{5,1}}", "{{0,0},{4,4}}")
-    found = {one.kind: one.axes for one in read_costs(text, {"fsdp": 2, "context": 2, "tensor": 2}).collectives}
-    assert found["all-to-all"] == ("fsdp",) and found["collective-permute"] == ()
+    collectives = {
+        collective.kind: collective.axes
+        for collective in read_costs(text, {"fsdp": 2, "context": 2, "tensor": 2}).collectives
+    }
+    assert collectives["all-to-all"] == ("fsdp",) and collectives["collective-permute"] == ()
 
 
 KERNEL = """
@@ -202,11 +209,11 @@ ENTRY %main (p: f32[32,8,128]) -> f32[32,8,128] {
 
 def test_copies_between_device_and_host_count_as_often_as_they_run():
     costs = read_costs(HOST, {"fsdp": 1}, trips={"attention": 7})
-    whole = 32 * 8 * 128 * 4
-    assert (costs.from_host, costs.to_host, costs.unknown_loops) == (2 * whole, whole, 0)
-    assert costs.bytes == 3 * whole  # the device's own memory is written twice and read once
+    array_bytes = 32 * 8 * 128 * 4
+    assert (costs.from_host, costs.to_host, costs.unknown_loops) == (2 * array_bytes, array_bytes, 0)
+    assert costs.bytes == 3 * array_bytes  # the device's own memory is written twice and read once
     here = read_costs(HOST.replace("S(5)", ""), {"fsdp": 1})
-    assert (here.from_host, here.to_host) == (0, 0) and here.bytes == 6 * whole
+    assert (here.from_host, here.to_host) == (0, 0) and here.bytes == 6 * array_bytes
 
 
 BRANCHES = """
@@ -233,8 +240,8 @@ ENTRY %main (p: f32[8,8], q: pred[]) -> f32[8,8] {
 
 def test_of_branches_the_cheapest_counts():
     costs = read_costs(BRANCHES, {"expert": 2})
-    (one,) = costs.collectives
-    assert (one.written, one.runs, one.bytes) == (1, 1, 8 * 8 * 4)
+    (collective,) = costs.collectives
+    assert (collective.written, collective.runs, collective.bytes) == (1, 1, 8 * 8 * 4)
     assert costs.bytes == 2 * 8 * 8 * 4  # of the branch; the choice itself moves nothing
     assert "of 1 choices that data makes the one that computes and moves least" in costs.assumes[-1]
     same = read_costs(BRANCHES.replace("true_computation=%worst", "true_computation=%usual"), {"expert": 2})
@@ -360,23 +367,26 @@ ENTRY %main (p: bf16[8,1024], q: bf16[10,128,128], r: bf16[64,128]) -> (s32[], b
 
 def test_a_collective_spread_over_fusions_counts_once():
     costs = read_costs(SPREAD, {"data": 2, "fsdp": 4}, across=("data",))
-    found = {(one.kind, one.axes): (one.written, one.runs, one.bytes) for one in costs.collectives}
-    whole, rows = 2 * 32 * 1024, 2 * 64 * 128
-    assert found == {("all-gather", ("fsdp",)): (1, 9, 9 * whole), ("all-reduce", ("data",)): (1, 1, rows)}
+    collectives = {
+        (collective.kind, collective.axes): (collective.written, collective.runs, collective.bytes)
+        for collective in costs.collectives
+    }
+    gathered, rows = 2 * 32 * 1024, 2 * 64 * 128
+    assert collectives == {("all-gather", ("fsdp",)): (1, 9, 9 * gathered), ("all-reduce", ("data",)): (1, 1, rows)}
     assert costs.flops == 9 * 2 * 64 * 128 * 128
 
 
 def test_what_slices_send_each_other_is_a_permutation_or_what_it_says():
     for said, kind in (("ONE_TO_ONE", "collective-permute"), ("ALL_GATHER", "all-gather")):
         costs = read_costs(SPREAD.replace("ALL_REDUCE", said), {"stage": 2, "fsdp": 4}, across=("stage",))
-        sizes = {one.kind: one.bytes for one in costs.collectives if one.axes == ("stage",)}
+        sizes = {collective.kind: collective.bytes for collective in costs.collectives if collective.axes == ("stage",)}
         assert sizes.keys() == {kind} and sizes[kind] >= 2 * 64 * 128
 
 
 def test_fusions_move_the_slices_they_look_at_and_not_what_they_hand_on():
     costs = read_costs(SPREAD, {"data": 2, "fsdp": 4}, across=("data",))
-    rows, layer, part, whole = 2 * 64 * 128, 2 * 128 * 128, 2 * 8 * 1024, 2 * 32 * 1024
-    begun, beside, small = part + whole, 2 * rows + layer, 100
+    rows, layer, part, gathered = 2 * 64 * 128, 2 * 128 * 128, 2 * 8 * 1024, 2 * 32 * 1024
+    begun, beside, small = part + gathered, 2 * rows + layer, 100
     assert costs.bytes == pytest.approx(9 * (begun + beside) + 2 * rows, abs=small)
 
 
@@ -406,9 +416,9 @@ def test_tiles_with_rows_of_two_experts_are_computed_twice():
     costs = read_costs(GROUPED, {"fsdp": 1})
     assert costs.repeated == 3 * 2 * 512 * 256 * 512
     v5p, model = parse_target("v5p-8"), costs.flops
-    found = estimate(costs, v5p, {"fsdp": 1}, {"fsdp": 1e9}, tokens=1024, model_flops=model)
-    assert found.compute == pytest.approx((costs.flops + costs.repeated) / v5p.chip.flops)
-    assert any("150.0% more arithmetic" in sentence for sentence in found.assumptions)
+    roofline = estimate(costs, v5p, {"fsdp": 1}, {"fsdp": 1e9}, tokens=1024, model_flops=model)
+    assert roofline.compute == pytest.approx((costs.flops + costs.repeated) / v5p.chip.flops)
+    assert any("150.0% more arithmetic" in sentence for sentence in roofline.assumptions)
 
 
 def test_a_grouped_matmul_visits_only_the_rows_of_its_buffer_that_arrive():

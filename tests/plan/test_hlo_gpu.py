@@ -73,8 +73,11 @@ MESH = {"data": 2, "fsdp": 8}
 def test_loops_matmuls_and_collectives_of_a_gpu_program():
     costs = read_costs(PROGRAM, MESH)
     assert costs.flops == 7 * 2 * 2048 * 1024 * 4096 + 2 * 2048 * 1024 * 2048 and costs.unknown_loops == 0
-    found = {(one.kind, one.axes): (one.written, one.runs, one.bytes) for one in costs.collectives}
-    assert found == {
+    collectives = {
+        (collective.kind, collective.axes): (collective.written, collective.runs, collective.bytes)
+        for collective in costs.collectives
+    }
+    assert collectives == {
         ("all-gather", ("fsdp",)): (1, 7, 7 * 2 * 4096 * 1024),
         ("reduce-scatter", ("fsdp",)): (1, 1, 2 * 2048 * 1024),
     }

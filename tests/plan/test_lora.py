@@ -40,16 +40,20 @@ def test_a_compiled_plan_holds_one_base_and_gradients_of_factors():
     per_token = 6 * factor_numbers - 2 * matrices  # no gradient of what is frozen
     assert got.model_flops == pytest.approx(full.model_flops + per_token * got.tokens, rel=1e-6)
     assert 1.4 < (got.flops_factor or 0) < 1.55  # forward, forward again, and gradients of activations: 3/2
-    sums = sum(one.bytes for one in got.costs.collectives if one.kind != "all-gather") if got.costs else math.inf
+    sums = (
+        sum(collective.bytes for collective in got.costs.collectives if collective.kind != "all-gather")
+        if got.costs
+        else math.inf
+    )
     assert sums < 0.5 * full.gradients * 4  # gradients of the base would be summed whole
     assert "LoRA rank 4, alpha 8; their base is frozen, in int8" in str(got)
 
 
 def test_of_frozen_weights_a_plan_counts_gathers_only():
     lora, full = (
-        plan.estimated(dataclasses.replace(JOB, target="h100x8", lora=one, base=None)) for one in (LORA, None)
+        plan.estimated(dataclasses.replace(JOB, target="h100x8", lora=case, base=None)) for case in (LORA, None)
     )
-    sizes = lambda one: {(c.kind, c.axes): c.bytes for c in one.costs.collectives}
+    sizes = lambda case: {(c.kind, c.axes): c.bytes for c in case.costs.collectives}
     factors, _ = bytes_of(JOB)
     assert sizes(lora)["all-gather", ("fsdp",)] > sizes(full)["all-gather", ("fsdp",)]
     assert sizes(lora)["reduce-scatter", ("fsdp",)] <= 4 * factors < sizes(full)["reduce-scatter", ("fsdp",)]
@@ -82,21 +86,21 @@ def test_the_compiled_step_of_70b_holds_one_base_and_sums_gradients_of_factors()
     assert got.compiled and got.fits and got.peak == pytest.approx(estimate.peak, rel=0.1)
     assert base < got.parameters < got.peak < 2 * base  # no second base, and no gradients of it
     moved = collections.Counter()
-    for one in got.costs.collectives:
-        moved[one.kind] += one.bytes
+    for collective in got.costs.collectives:
+        moved[collective.kind] += collective.bytes
     # Gradients of the base, summed over chips, would be 131 GiB.
     assert 0.5 * factors < moved["all-reduce"] + moved["reduce-scatter"] < 1.1 * factors
 
 
 def test_the_command_reads_adapters(monkeypatch):
-    monkeypatch.setattr(plan, "plan", lambda job, **_: found.append(job) or (_ for _ in ()).throw(ValueError("seen")))
-    found = []
+    monkeypatch.setattr(plan, "plan", lambda job, **_: planned.append(job) or (_ for _ in ()).throw(ValueError("seen")))
+    planned = []
     for words in ("--lora rank=16 --base nf4", "--lora rank=8,alpha=4,dora rslora"):
         main(["plan", "llama3-8b", "--target", "h200", *words.split()])
-    assert [job.lora for job in found] == [adapters.LoRA(16, 32), adapters.LoRA(8, 4, dora=True, rslora=True)]
-    assert [job.base for job in found] == ["nf4", None]
-    again = jobs.from_json(jobs.to_json(found[0]))
-    assert again == found[0]
+    assert [job.lora for job in planned] == [adapters.LoRA(16, 32), adapters.LoRA(8, 4, dora=True, rslora=True)]
+    assert [job.base for job in planned] == ["nf4", None]
+    again = jobs.from_json(jobs.to_json(planned[0]))
+    assert again == planned[0]
 
 
 @pytest.mark.parametrize(

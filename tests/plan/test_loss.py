@@ -51,8 +51,8 @@ def piped() -> plan.Job:
 @pytest.mark.full
 def test_a_plan_compiles_an_outside_loss_in_a_pipeline():
     """In a process of its own."""
-    found = plan.plan(piped())
-    assert found.compiled and found.costs is not None and found.costs.flops * 8 > found.model_flops
+    result = plan.plan(piped())
+    assert result.compiled and result.costs is not None and result.costs.flops * 8 > result.model_flops
 
 
 @pytest.mark.parametrize(

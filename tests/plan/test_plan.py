@@ -48,9 +48,9 @@ def test_a_compiled_plan_counts_what_training_holds():
 def test_the_program_gathers_weights_and_sums_gradients_over_the_right_axes():
     costs = compiled().costs
     assert costs is not None
-    found = {(one.kind, one.axes) for one in costs.collectives}
-    assert ("all-gather", ("fsdp",)) in found and any(axes == ("data",) for _, axes in found)
-    assert not any("tensor" in axes for _, axes in found)
+    collectives = {(collective.kind, collective.axes) for collective in costs.collectives}
+    assert ("all-gather", ("fsdp",)) in collectives and any(axes == ("data",) for _, axes in collectives)
+    assert not any("tensor" in axes for _, axes in collectives)
     assert 1.0 < costs.flops * 8 / compiled().model_flops < 2.0  # one more forward pass, and masked tiles
 
 
@@ -211,8 +211,8 @@ def test_gpus_are_linked_within_a_host_and_each_has_a_way_out_of_it():
         return mesh_of(job), plan.parse_target("h100x16")
 
     near, out = 4.5e11, 5e10
-    whole = link_speeds(*speeds(fsdp=16))
-    assert whole["fsdp"] == 8 * out and whole["tensor"] == near
+    all_hosts = link_speeds(*speeds(fsdp=16))
+    assert all_hosts["fsdp"] == 8 * out and all_hosts["tensor"] == near
     mixed = link_speeds(*speeds(data=4, tensor=4))
     assert mixed["data"] == 2 * out and mixed["tensor"] == near
     assert link_speeds(*speeds(data=2, fsdp=8))["data"] == out

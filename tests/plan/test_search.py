@@ -22,18 +22,18 @@ def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsy
 def test_a_search_orders_what_fits_by_speed():
     layouts = [layout(), layout("fsdp_tp_sp", fsdp=2, tensor=4), layout(fsdp=3)]
     job = plan.Job("llama3-8b", "h100x8", sequence=4096)
-    found = plan.search(job, layouts=layouts, batches=(1, 64), remats=("full",))
-    assert found.best.fits and len(found.plans) == 4 and len(found.refused) == 2
-    speeds = [p.tokens / p.estimate.serial for p in found.plans if p.fits and p.estimate]
-    assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in found.plans)
-    assert "4 layouts in" in str(found) and "not shown: 2 slower or larger ones" in str(found)
+    result = plan.search(job, layouts=layouts, batches=(1, 64), remats=("full",))
+    assert result.best.fits and len(result.plans) == 4 and len(result.refused) == 2
+    speeds = [p.tokens / p.estimate.serial for p in result.plans if p.fits and p.estimate]
+    assert speeds == sorted(speeds, reverse=True) and any(not p.fits for p in result.plans)
+    assert "4 layouts in" in str(result) and "not shown: 2 slower or larger ones" in str(result)
 
 
 def test_a_printed_search_has_the_fastest_that_fit_or_else_the_smallest(monkeypatch):
     monkeypatch.setattr("maxlib.plan._search.ROWS", 2)
     job = plan.Job(CONFIG, "h100x8", sequence=16)
-    found = plan.search(job, layouts=[layout()], batches=(1, 2, 3), remats=("full",), compile=0)
-    lines = str(found).splitlines()
+    result = plan.search(job, layouts=[layout()], batches=(1, 2, 3), remats=("full",), compile=0)
+    lines = str(result).splitlines()
     assert sum("estimated" in line for line in lines) == 2
     assert "not shown: 1 slower or larger ones (`.plans` has all)" in lines
     huge = plan.search(plan.Job("llama3-70b", "h100"), layouts=[layout()], batches=(2, 1), remats=("full",), compile=0)
@@ -44,7 +44,7 @@ def test_a_printed_search_has_the_fastest_that_fit_or_else_the_smallest(monkeypa
 def tried(job):
     """The layouts that a search tries, each with its mesh."""
     layouts = _default_layouts(job)
-    return [(one, mesh_of(dataclasses.replace(job, layout=one)).shape) for one in layouts]
+    return [(candidate, mesh_of(dataclasses.replace(job, layout=candidate)).shape) for candidate in layouts]
 
 
 def test_a_search_spreads_experts_over_devices():
@@ -65,8 +65,8 @@ def test_a_search_does_not_copy_experts():
     """32 devices do not divide 48, so 16 of them split the model; but its experts' matrices all 32."""
     cfg = dataclasses.replace(MIXTRAL, dim=48)
     job = plan.Job(cfg, "h100x32", sequence=16)
-    found = plan.search(job, batches=(1,), remats=("full",), compile=0)
-    got = next(one for one in found.plans if one.mesh["expert"] == 8)
+    result = plan.search(job, batches=(1,), remats=("full",), compile=0)
+    got = next(candidate for candidate in result.plans if candidate.mesh["expert"] == 8)
     assert (got.mesh["data"], got.mesh["fsdp"]) == (2, 2)
     copied = plan.estimated(dataclasses.replace(job, layout=layout("ep", data=2, fsdp=2, expert=8)))
     matrices = 4 * cfg.num_layers * cfg.num_experts * 3 * cfg.dim * cfg.expert_dim  # bytes
@@ -75,8 +75,8 @@ def test_a_search_does_not_copy_experts():
 
 def test_a_search_over_slices_tries_experts_with_and_without_copies():
     job = plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": 2}))
-    spread = [(one, mesh) for one, mesh in tried(job) if mesh["expert"] == 8]
-    rules = [one.rules["expert_embed"] for one, _ in spread]
+    spread = [(candidate, mesh) for candidate, mesh in tried(job) if mesh["expert"] == 8]
+    rules = [candidate.rules["expert_embed"] for candidate, _ in spread]
     assert {"data": 2, "fsdp": 2}.items() <= spread[0][1].items()
     assert sorted(rules, key=len) == [("data", "fsdp"), "fsdp"]
 
@@ -88,6 +88,6 @@ def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
     )
     job = plan.Job(dataclasses.replace(CONFIG, dim=40), "h100x8", sequence=16)
     first = plan.estimated(job)
-    assert [one["remat"] for one in traced] == [{"moe": "keep"}, None, None]  # "full", all of it, and the FLOPs
+    assert [options["remat"] for options in traced] == [{"moe": "keep"}, None, None]  # "full", all of it, and the FLOPs
     second = plan.estimated(dataclasses.replace(job, layout=layout(data=2, fsdp=4)))
     assert len(traced) == 4 and second.analytic.activations == first.analytic.activations

@@ -137,7 +137,7 @@ def test_moments_on_the_host_are_estimated_without_libtpu(without_libtpu):
     strategies = {False: sharding.FSDP, True: sharding.FSDP | sharding.OFFLOAD_OPTIMIZER}
     degrees = {"fsdp": -1, "dcn": {"data": -1}}
     job = lambda away: plan.Job("llama3.1-8b", "v5e-16x2", layout=sharding.Layout(degrees, strategies[away]))
-    kept, away = (plan.estimated(job(one)) for one in (False, True))
+    kept, away = (plan.estimated(job(on_host)) for on_host in (False, True))
     assert away.host == pytest.approx(kept.optimizer, rel=1e-3) and away.peak < kept.peak - 0.9 * away.host
     assert kept.estimate and away.estimate and away.estimate.network == pytest.approx(kept.estimate.network)
 

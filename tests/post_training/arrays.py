@@ -35,8 +35,8 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
     }
     # Near the policy, so that some ratios are clipped and others are not.
     shifted = out["logits"] - np.log(np.exp(out["logits"]).sum(-1, keepdims=True))
-    own = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
-    out["old_log_probs"] = own + normal(ROWS, T, scale=0.3)
+    log_probs = np.take_along_axis(shifted, ids[:, 1:, None], -1)[..., 0]
+    out["old_log_probs"] = log_probs + normal(ROWS, T, scale=0.3)
     out["tool"] = (rng.random((ROWS, T)) < 0.6).astype(np.int32)  # 1 for tokens of the model, 0 for those of a tool
     return out
 

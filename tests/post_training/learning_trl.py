@@ -67,12 +67,12 @@ def run(what: str, directory: Path, seed: int, *, steps: int, rate: float, rows:
     trainer.add_callback(times := Times())
     trainer.train()
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
-    found = exact((trainer.model.policy if what == "ppo" else trainer.model).eval(), seed)
+    score = exact((trainer.model.policy if what == "ppo" else trainer.model).eval(), seed)
     logs = [log for log in trainer.state.log_history if "reward" in log or "rewards/accuracies" in log]
     last = {name: logs[-1][name] for name in ("reward", "rewards/accuracies") if logs and name in logs[-1]}
     if what == "ppo":
         last = {"reward": statistics.fmean(log["objective/scores"] for log in trainer.state.log_history[-5:])}
-    return {"seconds": seconds, "processor": processor, "step": times.median(), "figures": found | last}
+    return {"seconds": seconds, "processor": processor, "step": times.median(), "figures": score | last}
 
 
 class Times(TrainerCallback):
@@ -114,8 +114,8 @@ def joined(make: Callable[[int], tuple], first: int, steps: int) -> list[list]:
 
 def prompts(first: int, steps: int, count: int) -> Dataset:
     make = lambda seed: (sorting.lists(np.random.default_rng(seed), count),)
-    (found,) = joined(make, first, steps)
-    return Dataset.from_dict({"prompt": [text(sorting.prompt(x)) for x in found]})
+    (row,) = joined(make, first, steps)
+    return Dataset.from_dict({"prompt": [text(sorting.prompt(x)) for x in row]})
 
 
 def sft(model: Any, words: Any, shared: dict, seed: int, steps: int, group: int, peft: Any = None) -> Any:
@@ -229,9 +229,9 @@ MAKE = {"sft": sft, "lora": lora, "dpo": dpo, "grpo": grpo, "ppo": ppo, "distill
 @torch.no_grad()
 def exact(model: Any, seed: int) -> dict[str, float]:
     """As in `learning`."""
-    found = sorting.lists(np.random.default_rng(10**6 + seed), 256)
+    lists = sorting.lists(np.random.default_rng(10**6 + seed), 256)
     shares = {"up": 0, "down": 0}
-    for digits in found:
+    for digits in lists:
         ids = torch.tensor([sorting.prompt(digits)])
         new = model.generate(
             ids,
@@ -243,4 +243,4 @@ def exact(model: Any, seed: int) -> dict[str, float]:
         )[0, ids.shape[1] :].tolist()
         shares["up"] += new == sorting.answer(digits, False)
         shares["down"] += new == sorting.answer(digits, True)
-    return {name: count / len(found) for name, count in shares.items()}
+    return {name: count / len(lists) for name, count in shares.items()}

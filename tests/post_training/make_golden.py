@@ -59,13 +59,13 @@ class Accelerator:
 def scores(logits, temperature=1.0):
     """The output of TRL's patched models: log-probabilities and entropies of the next ids."""
     log_p = torch.log_softmax(logits / temperature, -1)
-    own = log_p.gather(-1, IDS[:, 1:, None])[..., 0]
-    return own, -(log_p.exp() * log_p).sum(-1)
+    log_probs = log_p.gather(-1, IDS[:, 1:, None])[..., 0]
+    return log_probs, -(log_p.exp() * log_p).sum(-1)
 
 
 def model(logits):
-    own, entropy = scores(logits)
-    fields = {"log_probs": own * MASK, "entropy": entropy, "mean_logits": logits.mean(-1), "is_top1": entropy > 0}
+    log_probs, entropy = scores(logits)
+    fields = {"log_probs": log_probs * MASK, "entropy": entropy, "mean_logits": logits.mean(-1), "is_top1": entropy > 0}
     fields["log_sum_sq_probs"] = torch.logsumexp(2 * torch.log_softmax(logits, -1), -1)
     return lambda **_: types.SimpleNamespace(**fields)
 
@@ -101,11 +101,11 @@ def dpo(kind, loss_weights=None, label_smoothing=0.0, beta=0.3, **settings):
             "label_smoothing": label_smoothing,
             "use_weighting": False,
         }
-        own = trainer(DPOTrainer, **attributes | settings)
+        theirs = trainer(DPOTrainer, **attributes | settings)
         # As TRL precomputes them, with the weights of LD-DPO.
         lengths = torch.stack(MASK.sum(1).split(PAIRS)).min(0).values.repeat(2)
         is_tail = MASK.cumsum(1) > lengths[:, None]
-        weights = torch.where(is_tail, 1.0 if own.ld_alpha is None else own.ld_alpha, 1.0)
+        weights = torch.where(is_tail, 1.0 if theirs.ld_alpha is None else theirs.ld_alpha, 1.0)
         reference = (DATA["reference_log_probs"] * MASK * weights).sum(1)
         inputs = {
             "input_ids": IDS,
@@ -114,15 +114,15 @@ def dpo(kind, loss_weights=None, label_smoothing=0.0, beta=0.3, **settings):
             "ref_chosen_logps": reference[:PAIRS],
             "ref_rejected_logps": reference[PAIRS:],
         }
-        loss = own._compute_loss(model(logits), inputs, False)
-        return loss, {name: values[-1] for name, values in own._metrics["train"].items()}
+        loss = theirs._compute_loss(model(logits), inputs, False)
+        return loss, {name: values[-1] for name, values in theirs._metrics["train"].items()}
 
     return run
 
 
 def means(logits):
-    own, _ = scores(logits)
-    return ((own * MASK).sum(1) / MASK.sum(1)).split(PAIRS)
+    log_probs, _ = scores(logits)
+    return ((log_probs * MASK).sum(1) / MASK.sum(1)).split(PAIRS)
 
 
 def rewards(chosen, rejected):
@@ -130,14 +130,14 @@ def rewards(chosen, rejected):
 
 
 def simpo(logits):
-    own = trainer(CPOTrainer, alpha=0.0, loss_type="simpo", beta=2.0, simpo_gamma=0.5, label_smoothing=0.1)
-    losses, *both = own.cpo_loss(*means(logits))
+    theirs = trainer(CPOTrainer, alpha=0.0, loss_type="simpo", beta=2.0, simpo_gamma=0.5, label_smoothing=0.1)
+    losses, *both = theirs.cpo_loss(*means(logits))
     return losses.mean(), rewards(*both)
 
 
 def orpo(logits):
-    own = trainer(ORPOTrainer, beta=0.2)
-    losses, *both, ratio, odds = own.odds_ratio_loss(*means(logits))
+    theirs = trainer(ORPOTrainer, beta=0.2)
+    losses, *both, ratio, odds = theirs.odds_ratio_loss(*means(logits))
     every, text = scores(logits)[0], DATA["attention"][:, 1:].bool()
     nll = -every[:PAIRS][text[:PAIRS]].mean()
     odds_metrics = {"log_odds_ratio": ratio.item(), "log_odds_chosen": odds.item()}
@@ -146,9 +146,9 @@ def orpo(logits):
 
 def cpo(kind):
     def run(logits):
-        own = trainer(CPOTrainer, alpha=0.0, loss_type=kind, beta=0.2, label_smoothing=0.1 * (kind == "sigmoid"))
+        theirs = trainer(CPOTrainer, alpha=0.0, loss_type=kind, beta=0.2, label_smoothing=0.1 * (kind == "sigmoid"))
         sums = (scores(logits)[0] * MASK).sum(1).split(PAIRS)
-        losses, *both = own.cpo_loss(*(means(logits) if kind == "ipo" else sums))
+        losses, *both = theirs.cpo_loss(*(means(logits) if kind == "ipo" else sums))
         nll = -scores(logits)[0][:PAIRS][MASK[:PAIRS] == 1].mean()
         return losses.mean() + 0.5 * nll, rewards(*both)
 
@@ -156,7 +156,7 @@ def cpo(kind):
 
 
 def kto(logits, loss_type="kto"):
-    own = trainer(
+    theirs = trainer(
         KTOTrainer,
         precompute_ref_logps=True,
         calculate_KL=loss_type == "kto",
@@ -165,7 +165,7 @@ def kto(logits, loss_type="kto"):
         desirable_weight=1.2,
         undesirable_weight=0.7,
     )
-    object.__setattr__(own, "_compute_kl_logps", lambda *_: (scores(DATA["mismatched"])[0] * MASK).sum(1))
+    object.__setattr__(theirs, "_compute_kl_logps", lambda *_: (scores(DATA["mismatched"])[0] * MASK).sum(1))
     reference = (DATA["reference_log_probs"] * MASK).sum(1)
     inputs = {
         "input_ids": IDS,
@@ -175,8 +175,8 @@ def kto(logits, loss_type="kto"):
         "ref_logps": reference,
         "ref_KL_logps": reference,
     }
-    loss = own._compute_loss(model(logits), inputs, False)
-    return loss, {"kl": own._metrics["train"]["kl"][-1]}
+    loss = theirs._compute_loss(model(logits), inputs, False)
+    return loss, {"kl": theirs._metrics["train"]["kl"][-1]}
 
 
 def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, tools=False, **settings):
@@ -211,9 +211,9 @@ def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, t
             "entropy_coef": entropy,
             "max_completion_length": 11,
         }
-        own = trainer(cls, **attributes | settings)
+        theirs = trainer(cls, **attributes | settings)
         step_scores = scores(logits, TEMPERATURE)
-        object.__setattr__(own, "_get_per_token_logps_and_entropies", lambda *_, **__: (*step_scores, None))
+        object.__setattr__(theirs, "_get_per_token_logps_and_entropies", lambda *_, **__: (*step_scores, None))
         inputs = {
             "prompt_ids": IDS[:, :1],
             "prompt_mask": torch.ones_like(IDS[:, :1]),
@@ -232,9 +232,9 @@ def policy(cls=GRPOTrainer, *, weights=None, old="old", beta=0.0, entropy=0.0, t
             inputs["old_per_token_logps"] = DATA["old_log_probs"]
         if weights is not None:
             inputs["importance_sampling_ratio"] = weights()
-        own.args.steps_per_generation = 1
-        loss = own._compute_loss(None, inputs)
-        return loss, {name: values[-1] for name, values in own._metrics["train"].items()}
+        theirs.args.steps_per_generation = 1
+        loss = theirs._compute_loss(None, inputs)
+        return loss, {name: values[-1] for name, values in theirs._metrics["train"].items()}
 
     return run
 

@@ -58,19 +58,19 @@ def main() -> None:
             model = peft.PeftModel.from_pretrained(peft_parity.their_base(path), str(start), is_trainable=True)
             factors = {key.replace(".default", ""): p for key, p in model.named_parameters() if p.requires_grad}
             optimizer = torch.optim.AdamW(factors.values(), lr=RATE, weight_decay=DECAY)
-            found = []
+            curves = []
             for step in range(STEPS):
                 optimizer.zero_grad()
                 value, _ = loss(model(trl.IDS[:, :-1]).logits)
                 value.backward()
                 norm = sum(p.grad.double().square().sum() for p in factors.values()).sqrt()
-                found.append((value.item(), norm.item()))
+                curves.append((value.item(), norm.item()))
                 if step == 0:
                     out |= {f"{name}:gradient:{k}": parity.projection(k, p.grad.numpy()) for k, p in factors.items()}
                 optimizer.step()
-            out[f"{name}:steps"] = np.array(found)
+            out[f"{name}:steps"] = np.array(curves)
             out |= {f"{name}:factor:{k}": parity.projection(k, p.detach().numpy()) for k, p in factors.items()}
-            print(name, found[0], found[-1], flush=True)
+            print(name, curves[0], curves[-1], flush=True)
     np.savez_compressed(PATH, **{name: np.asarray(value) for name, value in out.items()})
 
 

@@ -9,11 +9,11 @@ NEW, LENGTH = MOST + 1, 2 * (MOST + 1)  # most tokens of an answer with its end,
 
 def lists(rng: np.random.Generator, count: int) -> list[list[int]]:
     """Digits that are not all equal, so that the two orders differ."""
-    found: list[list[int]] = []
-    while len(found) < count:
+    unsorted: list[list[int]] = []
+    while len(unsorted) < count:
         digits = rng.integers(0, 10, rng.integers(FEWEST, MOST + 1)).tolist()
-        found += [digits] if len({*digits}) > 1 else []
-    return found
+        unsorted += [digits] if len({*digits}) > 1 else []
+    return unsorted
 
 
 def prompt(digits: list[int]) -> list[int]:
@@ -29,23 +29,23 @@ def rows(questions: list[list[int]], answers: list[list[int]]) -> dict[str, np.n
     tokens = np.full((len(questions), LENGTH), PAD, np.int32)
     targets = np.full((len(questions), LENGTH), -1, np.int32)
     for i, (question, text) in enumerate(zip(questions, answers, strict=True)):
-        whole = [*question, *text]
-        tokens[i, : len(whole)] = whole
-        targets[i, len(question) - 1 : len(whole) - 1] = text
+        ids = [*question, *text]
+        tokens[i, : len(ids)] = ids
+        targets[i, len(question) - 1 : len(ids) - 1] = text
     return {"tokens": tokens, "targets": targets}
 
 
 def supervised(seed: int, count: int, orders: tuple[bool, ...]) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and answers, each in one of `orders` (True: downwards) by chance."""
     rng = np.random.default_rng(seed)
-    found = lists(rng, count)
-    return [prompt(x) for x in found], [answer(x, bool(rng.choice(orders))) for x in found]
+    digits = lists(rng, count)
+    return [prompt(x) for x in digits], [answer(x, bool(rng.choice(orders))) for x in digits]
 
 
 def pairs(seed: int, count: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Prompts with the answers upwards, which is chosen, and downwards."""
-    found = lists(np.random.default_rng(seed), count)
-    return [prompt(x) for x in found], [answer(x, False) for x in found], [answer(x, True) for x in found]
+    digits = lists(np.random.default_rng(seed), count)
+    return [prompt(x) for x in digits], [answer(x, False) for x in digits], [answer(x, True) for x in digits]
 
 
 def reward(question: list[int], completion: list[int]) -> float:

@@ -131,11 +131,11 @@ def test_the_other_answer_is_to_another_prompt(tokenizer):
     """Data made from pairs has both answers to a prompt next to each other; z is a mean over other prompts' answers."""
     other = [{"role": "user", "content": "of"}]
     answers = [{"messages": ask + end, "desirable": end is YES} for ask in (ASK, other) for end in (YES, NO)]
-    found = data.kto_examples(documents(*answers), tokenizer, TEMPLATE)
-    whole = lambda messages: tokenizer.encode(TEMPLATE(messages, add_generation_prompt=False)).ids
-    got = [row["mismatched"]["tokens"].tolist() for row in (found[i] for i in range(4))]
+    examples = data.kto_examples(documents(*answers), tokenizer, TEMPLATE)
+    ids = lambda messages: tokenizer.encode(TEMPLATE(messages, add_generation_prompt=False)).ids
+    got = [row["mismatched"]["tokens"].tolist() for row in (examples[i] for i in range(4))]
     # The two of the first prompt get the first answer to the other one, and the other way round.
-    assert got == [whole(ask + YES) for ask in (ASK, ASK, other, other)]
+    assert got == [ids(ask + YES) for ask in (ASK, ASK, other, other)]
     with pytest.raises(ValueError, match="needs an answer to another prompt, but the next 1 documents have the same"):
         data.kto_examples(documents(*answers[:2]), tokenizer, TEMPLATE)[0]
 

@@ -221,9 +221,9 @@ def test_what_was_finite_is_unchanged():
     chosen, rejected = (y.ravel() for y in np.meshgrid(x, x))
     odds = lambda x: x - np.log(-np.expm1(x))
     want = 0.1 * np.logaddexp(0, odds(rejected) - odds(chosen))
-    one = jnp.ones(len(chosen))
+    ones = jnp.ones(len(chosen))
     got = pt.ORPO(0.1).of_pairs(
-        preferences.Answers(jnp.asarray(chosen, jnp.float32), jnp.asarray(rejected, jnp.float32), one, one)
+        preferences.Answers(jnp.asarray(chosen, jnp.float32), jnp.asarray(rejected, jnp.float32), ones, ones)
     )
     np.testing.assert_allclose(got, want, rtol=1e-5)
     d = np.array([[-1e3, -30.0, -1.0, 0.0, 1.0, 39.0]])

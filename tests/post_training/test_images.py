@@ -51,12 +51,12 @@ def test_both_answers_have_the_images_of_their_prompt(documents, processor):  # 
     rows = rows_of(documents, processor)
     for document, row in zip(documents, rows, strict=True):
         for half in ("chosen", "rejected"):
-            found, size = document[half]["images"], len(document[half]["tokens"])
+            images, size = document[half]["images"], len(document[half]["tokens"])
             assert row[half].keys() == {"tokens", "targets", "segment_ids", "images"}
             assert row[half]["images"].pixels.shape == (PATCHES, 48)
-            np.testing.assert_array_equal(row[half]["images"].pixels[: len(found.pixels)], found.pixels)
-            np.testing.assert_array_equal(row[half]["images"].grids[: len(found.grids)], found.grids)
-            assert not row[half]["images"].pixels[len(found.pixels) :].any()
+            np.testing.assert_array_equal(row[half]["images"].pixels[: len(images.pixels)], images.pixels)
+            np.testing.assert_array_equal(row[half]["images"].grids[: len(images.grids)], images.grids)
+            assert not row[half]["images"].pixels[len(images.pixels) :].any()
             np.testing.assert_array_equal(row[half]["tokens"][:size], document[half]["tokens"])
         np.testing.assert_array_equal(document["chosen"]["images"].pixels, document["rejected"]["images"].pixels)
     assert [len(document["chosen"]["images"].grids) for document in documents] == [1, 2, 0, 1]
@@ -76,7 +76,9 @@ def test_what_does_not_fit_is_an_error_or_left_out(documents, processor, tokeniz
 
 
 def test_labelled_answers_have_images_too(tokenizer, processor):  # noqa: F811
-    labelled = [{"messages": one["prompt"] + one["chosen"], "desirable": i % 2 == 0} for i, one in enumerate(records())]
+    labelled = [
+        {"messages": record["prompt"] + record["chosen"], "desirable": i % 2 == 0} for i, record in enumerate(records())
+    ]
     examples = data.kto_examples(labelled, tokenizer, ChatTemplate(TEMPLATE), images=processor)
     row = rows_of(examples, processor)[0]
     np.testing.assert_array_equal(row["images"].pixels, row["mismatched"]["images"].pixels)
@@ -112,19 +114,19 @@ def alone(model, document) -> float:
 
 def test_dpo_is_that_of_answers_one_by_one(documents, processor, model):  # noqa: F811
     policy, reference = model, jax.tree.map(lambda w: np.float32(0.8) * np.asarray(w), model)
-    found = [
+    losses = [
         [alone(model, document[half]) for model in (policy, reference) for half in ("chosen", "rejected")]
         for document in documents
     ]
     beta = 0.3
-    want = sum(np.log1p(np.exp(-beta * ((c - rc) - (r - rr)))) for c, r, rc, rr in found)
+    want = sum(np.log1p(np.exp(-beta * ((c - rc) - (r - rr)))) for c, r, rc, rr in losses)
     rows = rows_of(documents, processor)
     batch = next(data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=1))
     loss = jax.jit(functools.partial(pt.DPO(beta), dtype=jnp.float32))
     both = pt.WithFrozen(policy, reference)
     got, stats = loss(both, batch)
     assert float(got) == pytest.approx(want, rel=1e-5) and float(stats.num_targets) == 4
-    np.testing.assert_allclose(stats.sums["logps/chosen"], sum(c for c, *_ in found), rtol=1e-5)
+    np.testing.assert_allclose(stats.sums["logps/chosen"], sum(c for c, *_ in losses), rtol=1e-5)
     blind = {half: {**rows, "images": jax.tree.map(lambda x: 0 * x, rows["images"])} for half, rows in batch.items()}
     for half in ("chosen", "rejected"):
         blind[half]["images"].grids[:] = batch[half]["images"].grids
@@ -137,11 +139,11 @@ def test_gradients_are_those_of_microbatches(documents, processor, model):  # no
     rows = rows_of(documents, processor)
     batch = next(data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=4, num_shards=1))
     arguments = *nn.partition(model, nn.tree.default_filter(model)), jax.tree.map(jnp.asarray, batch)
-    whole, parts = (
+    at_once, parts = (
         jax.jit(make_gradient(pt.DPO(), dtype=jnp.float32, microbatches=count))(*arguments, jax.random.key(0))[0]
         for count in (1, 2)
     )
-    for path, gradient in whole.items():
+    for path, gradient in at_once.items():
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5 * np.abs(gradient).max() + 1e-8, err_msg=path)
 
 
@@ -149,23 +151,27 @@ def test_gradients_are_those_of_microbatches(documents, processor, model):  # no
 def test_a_policy_scores_answers_as_their_sampler_did(documents, processor, model):  # noqa: F811
     """Log-probabilities of a batch with images are those of the engine."""
     sampler = inference.Sampler(temperature=0.7)
-    chosen = [one["chosen"] for one in documents]
-    prompts = [one["tokens"][: np.argmax(one["targets"] >= 0) + 1].tolist() for one in chosen]
-    images = [one["images"] if len(one["images"].grids) else None for one in chosen]
+    chosen = [answer["chosen"] for answer in documents]
+    prompts = [answer["tokens"][: np.argmax(answer["targets"] >= 0) + 1].tolist() for answer in chosen]
+    images = [answer["images"] if len(answer["images"].grids) else None for answer in chosen]
     engine = inference.LocalEngine(model, slots=3, dtype=jnp.float32)
     groups = engine.generate(prompts, images=images, num_samples=2, max_new_tokens=4, sampler=sampler)
-    rows = [(prompt, own, one) for prompt, own, group in zip(prompts, images, groups, strict=True) for one in group]
+    rows = [
+        (prompt, patches, answer)
+        for prompt, patches, group in zip(prompts, images, groups, strict=True)
+        for answer in group
+    ]
     prompts, images, completions = zip(*rows, strict=True)
     advantages = np.linspace(-1, 1, 8)
     options = {"length": LENGTH, "images": images, "blank": processor.blank(PATCHES)}
     batch = pt.completion_batch(prompts, completions, advantages, **options)
     assert batch["images"].pixels.shape == (8, PATCHES, 48) and batch["images"].grids.any(axis=(1, 2)).sum() == 6
     scored = jax.jit(functools.partial(pt.log_probs, temperature=0.7, dtype=jnp.float32))
-    found = scored(model, batch)
-    np.testing.assert_allclose(found.log_prob, batch["sampler_log_probs"], atol=1e-4)
+    scores = scored(model, batch)
+    np.testing.assert_allclose(scores.log_prob, batch["sampler_log_probs"], atol=1e-4)
     assert (batch["sampler_log_probs"] < -0.1).sum() == 32  # of 8 answers with 4 tokens
     blind = batch | {"images": type(batch["images"])(0 * batch["images"].pixels, batch["images"].grids)}
-    assert np.abs(scored(model, blind).log_prob - found.log_prob).max() > 1e-2
+    assert np.abs(scored(model, blind).log_prob - scores.log_prob).max() > 1e-2
     loss = functools.partial(pt.GRPO(temperature=0.7), dtype=jnp.float32)
     _, stats = jax.jit(loss)(model, batch | {"old_log_probs": batch["sampler_log_probs"]})
     assert float(stats.sums["ratio"]) == pytest.approx(8, abs=1e-3)  # 1 in each of the 8 answers
@@ -191,9 +197,9 @@ def test_placeholders_without_images_are_an_error_of_the_first_batch(documents, 
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
     check_first_batch(batch, model)
     blind = {name: x for name, x in batch.items() if name != "images"}
-    for one in (model, pt.WithFrozen(model, model)):
+    for policy in (model, pt.WithFrozen(model, model)):
         with pytest.raises(ValueError, match="image placeholders, but the given images make 0 vectors"):
-            check_first_batch(blind, one)
+            check_first_batch(blind, policy)
     with pytest.raises(ValueError, match="placeholders by rows of patches"):
         check_first_batch(batch | {"images": jax.tree.map(np.zeros_like, batch["images"])}, model)
     hidden = jax.jit(lambda model, tokens: model.embed_inputs(tokens, dtype=jnp.float32)[0])

@@ -72,13 +72,13 @@ def test_one_advantage_for_several_completions_of_a_row_is_an_error():
     """Each completion has its own; one number for a row is one for a single completion."""
     loss = functools.partial(pt.GRPO(), dtype=jnp.float32)
     total = lambda data: loss(built(), data, jax.random.key(0))[0]
-    one = {**batch(), "advantages": np.linspace(-1, 1, ROWS, dtype=np.float32)}
-    one = {name: jnp.asarray(x) for name, x in one.items()}
+    shared = {**batch(), "advantages": np.linspace(-1, 1, ROWS, dtype=np.float32)}
+    shared = {name: jnp.asarray(x) for name, x in shared.items()}
     with pytest.raises(ValueError, match="several completions, but .* one number for each row: give it as B T"):
-        total(one)
-    assert np.isnan(jax.jit(total)(one))
-    single = one | {"targets": jnp.where(one["segment_ids"] == 2, one["targets"], -1)}
-    wide = single | {"advantages": jnp.broadcast_to(one["advantages"][:, None], one["tokens"].shape)}
+        total(shared)
+    assert np.isnan(jax.jit(total)(shared))
+    single = shared | {"targets": jnp.where(shared["segment_ids"] == 2, shared["targets"], -1)}
+    wide = single | {"advantages": jnp.broadcast_to(shared["advantages"][:, None], shared["tokens"].shape)}
     assert float(jax.jit(total)(single)) == float(jax.jit(total)(wide)) != 0
 
 

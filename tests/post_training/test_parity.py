@@ -102,10 +102,10 @@ def _without_chunks(monkeypatch):
 
     def scored(hidden, weight, targets, *, temperature=1.0, softcap=None, entropy=False):
         log_p = jax.nn.log_softmax(hidden / temperature)
-        own = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+        chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
         valid = targets >= 0
         spread = jnp.where(valid, -(jnp.exp(log_p) * log_p).sum(-1), 0) if entropy else None
-        return LogProbs(jnp.where(valid, own, 0), valid, spread)
+        return LogProbs(jnp.where(valid, chosen, 0), valid, spread)
 
     monkeypatch.setattr(nn, "token_log_probs", scored)
 
@@ -130,9 +130,12 @@ def rows(*names):
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_preferences(name):
     loss = PREFERENCES[name]
-    whole = rows("reference_log_probs") if loss.needs_reference else rows()
+    rows_of_both = rows("reference_log_probs") if loss.needs_reference else rows()
     batch = interleaved(
-        {"chosen": {k: x[:PAIRS] for k, x in whole.items()}, "rejected": {k: x[PAIRS:] for k, x in whole.items()}}
+        {
+            "chosen": {k: x[:PAIRS] for k, x in rows_of_both.items()},
+            "rejected": {k: x[PAIRS:] for k, x in rows_of_both.items()},
+        }
     )
     order = np.arange(2 * PAIRS).reshape(2, PAIRS).T.reshape(-1)  # pairs next to each other
     run = lambda logits: mean(loss, batch, logits[order])
@@ -212,8 +215,8 @@ def test_the_distance_of_the_sampler_from_the_policy():
     batch = policy_rows("tools/dapo")
     metrics = mean(dapo(), batch, jnp.asarray(DATA["logits"]))[1]
     log_p = np.asarray(jax.nn.log_softmax(DATA["logits"] / TEMPERATURE))
-    own = np.take_along_axis(log_p, DATA["ids"][:, 1:, None], -1)[..., 0]
-    gap = (own - DATA["sampler_log_probs"])[targets(DATA, tools=True) >= 0]
+    log_probs = np.take_along_axis(log_p, DATA["ids"][:, 1:, None], -1)[..., 0]
+    gap = (log_probs - DATA["sampler_log_probs"])[targets(DATA, tools=True) >= 0]
     np.testing.assert_allclose(metrics["sampler_gap"], np.abs(gap).mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["sampler_kl"], (np.exp(gap) - gap - 1).mean(), rtol=1e-5)
 

@@ -26,8 +26,11 @@ def rows(*names):
 
 
 def pairs():
-    whole = rows("reference_log_probs")
-    return {"chosen": {k: x[:PAIRS] for k, x in whole.items()}, "rejected": {k: x[PAIRS:] for k, x in whole.items()}}
+    rows_of_both = rows("reference_log_probs")
+    return {
+        "chosen": {k: x[:PAIRS] for k, x in rows_of_both.items()},
+        "rejected": {k: x[PAIRS:] for k, x in rows_of_both.items()},
+    }
 
 
 LOSSES = {
@@ -65,16 +68,16 @@ def test_ten_steps_are_those_of_trl_and_peft(name, tmp_path):
 
         return *jax.value_and_grad(mean)(state.trainable), *training.make_train_step(loss, optimizer)(state, batch)
 
-    found = []
+    losses = []
     for i in range(make_steps.STEPS):
         value, gradients, state, metrics = step(state)
-        found.append((float(metrics["loss"]), float(optax.tree.norm(gradients))))
-        assert float(value) == pytest.approx(found[-1][0], abs=1e-6)
+        losses.append((float(metrics["loss"]), float(optax.tree.norm(gradients))))
+        assert float(value) == pytest.approx(losses[-1][0], abs=1e-6)
         if i == 0:
             first = projections(gradients, state.rest, tmp_path / "gradients")
     want = stored[f"{name}:steps"]
-    np.testing.assert_allclose(found[0], want[0], rtol=5e-5)
-    np.testing.assert_allclose(found, want, rtol=1e-3)
+    np.testing.assert_allclose(losses[0], want[0], rtol=5e-5)
+    np.testing.assert_allclose(losses, want, rtol=1e-3)
     assert abs(want[-1, 0] - want[0, 0]) > 0.02  # something was learned
     last = projections(state.trainable, state.rest, tmp_path / "last")
     for kind, ours in (("gradient", first), ("factor", last)):
@@ -90,8 +93,8 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
     ids = np.where(rng.random((2, 5)) < 0.3, -1, rng.integers(0, 7, (2, 5)))
     log_p = lambda w: jax.nn.log_softmax(hidden @ w.T)
     at = np.maximum(ids, 0)[..., None]
-    own = lambda w: jnp.where(ids >= 0, jnp.take_along_axis(log_p(w), at, -1)[..., 0], 0)
-    probability = np.exp(np.asarray(own(weight)))
+    log_prob_of = lambda w: jnp.where(ids >= 0, jnp.take_along_axis(log_p(w), at, -1)[..., 0], 0)
+    probability = np.exp(np.asarray(log_prob_of(weight)))
 
     class Head:
         softcap = None
@@ -109,7 +112,7 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
         return loss, stats
 
     value, gradient = jax.value_and_grad(lambda w: ours(w)[0])(jnp.asarray(weight, jnp.float32))
-    want, slope = jax.value_and_grad(lambda w: -jnp.sum(probability * own(w)))(jnp.asarray(weight))
+    want, slope = jax.value_and_grad(lambda w: -jnp.sum(probability * log_prob_of(w)))(jnp.asarray(weight))
     np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(gradient, slope, atol=1e-5)
     assert int(ours(jnp.asarray(weight, jnp.float32))[1].num_targets) == (ids >= 0).sum()
@@ -118,6 +121,6 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
     loss, stats = training.DFT().from_hidden(
         Head(jnp.asarray(weight, jnp.float32)), jnp.asarray(hidden, jnp.float32), batch
     )
-    np.testing.assert_allclose(loss, -np.sum(of_targets * probability * own(weight)), rtol=1e-5)
+    np.testing.assert_allclose(loss, -np.sum(of_targets * probability * log_prob_of(weight)), rtol=1e-5)
     np.testing.assert_allclose(stats.num_targets, of_targets[ids >= 0].sum(), rtol=1e-6)
     assert float(stats.sums["nll"].count) == (ids >= 0).sum()

@@ -85,7 +85,7 @@ def reference(spec, x, w, d, format):
     """Computes the product and both gradients in float64, of operands that numpy rounds."""
     of_x, of_w, of_y = spec.replace("->", ",").split(",")
     last = lambda letters, others: [letter for letter in letters if letter not in others][-1]
-    line = lambda a, kind, of, along: rounded(a, kind, [format.block if one in along else 1 for one in of])
+    line = lambda a, kind, of, along: rounded(a, kind, [format.block if axis in along else 1 for axis in of])
     square = line(w, format.weights, of_w, last(of_w, of_y) + last(of_w, of_x))
     y = np.einsum(spec, line(x, format.activations, of_x, last(of_x, of_y)), square)
     dx = np.einsum(f"{of_y},{of_w}->{of_x}", line(d, format.gradients, of_y, last(of_w, of_x)), square)
@@ -115,10 +115,10 @@ PRODUCTS = [
 def test_products_and_gradients_equal_float64_on_the_same_blocks(spec, of_x, of_w, format):
     x, w = draw(1, *of_x), draw(2, *of_w)
     d = draw(3, *jax.eval_shape(lambda: jnp.einsum(spec, x, w)).shape)
-    found = value_and_gradients(functools.partial(Quantized(format).einsum, spec), d, x, w)
-    for got, want in zip(found, reference(spec, x, w, d, format), strict=True):
+    results = value_and_gradients(functools.partial(Quantized(format).einsum, spec), d, x, w)
+    for got, want in zip(results, reference(spec, x, w, d, format), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
-    for got, want in zip(found, value_and_gradients(functools.partial(jnp.einsum, spec), d, x, w), strict=True):
+    for got, want in zip(results, value_and_gradients(functools.partial(jnp.einsum, spec), d, x, w), strict=True):
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         # e5m2 has a bit less; int8 loses what is small beside the outliers of its block.
         assert 0 < error < {BLOCK: 0.06, E5M2: 0.1, INT8: 0.25}[format]
@@ -137,9 +137,9 @@ def test_grouped_products_and_gradients_equal_float64_on_the_same_blocks(layout,
     rows, counts, d = draw(1, 200, 64), np.array([93, 0, 90]), draw(3, 200, 48)
     w = draw(2, 3, 48, 64) if layout == "EOI" else draw(2, 3, 64, 48)
     unused = (np.arange(200) >= counts.sum())[:, None]
-    given = [jnp.where(unused, jnp.nan, a) for a in (d, rows)]  # rows of no expert may hold anything
+    inputs = [jnp.where(unused, jnp.nan, a) for a in (d, rows)]  # rows of no expert may hold anything
     multiply = lambda rows, w: Quantized(format).grouped(rows, w, jnp.asarray(counts), layout)
-    found = value_and_gradients(multiply, *given, w)
+    results = value_and_gradients(multiply, *inputs, w)
     d, rows = (np.where(unused, 0, a) for a in (d, rows))
     side = format.block
     squares = np.asarray(rounded(w, format.weights, (1, side, side)))
@@ -151,15 +151,15 @@ def test_grouped_products_and_gradients_equal_float64_on_the_same_blocks(layout,
     for m, e in enumerate(expert):
         y[m], dx[m] = squares[e] @ across[m], back[m] @ squares[e]
         dw[e] += np.outer(down[m], along[m])
-    for got, want in zip(found, (y, dx, dw if layout == "EOI" else dw.swapaxes(1, 2)), strict=True):
+    for got, want in zip(results, (y, dx, dw if layout == "EOI" else dw.swapaxes(1, 2)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
 def test_exact_gradients_where_the_format_has_none():
     format, x, w, d = quant.Format("int8", "int8", block=32), draw(1, 8, 64), draw(2, 32, 64), draw(3, 8, 32)
-    _, *found = value_and_gradients(functools.partial(Quantized(format).einsum, "...I,OI->...O"), d, x, w)
+    _, *results = value_and_gradients(functools.partial(Quantized(format).einsum, "...I,OI->...O"), d, x, w)
     _, *want = value_and_gradients(functools.partial(jnp.einsum, "...I,OI->...O"), d, x, w)
-    for got, exact in zip(found, want, strict=True):
+    for got, exact in zip(results, want, strict=True):
         np.testing.assert_allclose(got, exact, rtol=1e-6)
     rows = lambda multiply: value_and_gradients(lambda x, w: multiply(x, w[None], jnp.array([8])), d, x, w)[1:]
     for got, exact in zip(rows(Quantized(format).grouped), rows(ops.grouped_matmul), strict=True):
@@ -188,9 +188,9 @@ def test_scaled_matmuls_of_blackwell_compute_the_same_products(spec, of_x, of_w,
     want = value_and_gradients(functools.partial(Quantized(format).einsum, spec), d, x, w)
     calls = []
     monkeypatch.setattr(_blocks, "is_blackwell", lambda kind: calls.append(kind) or True)
-    found = value_and_gradients(lambda x, w: Quantized(format).einsum(spec, x, w), d, x, w)
+    results = value_and_gradients(lambda x, w: Quantized(format).einsum(spec, x, w), d, x, w)
     assert len(calls) == 3
-    for got, other in zip(found, want, strict=True):
+    for got, other in zip(results, want, strict=True):
         np.testing.assert_allclose(got, other, rtol=1e-5, atol=1e-6 * np.abs(other).max())
 
 
@@ -224,11 +224,11 @@ def test_loss_stays_near_that_of_full_precision():
         optimizer = tiny.optimizer(start, 3e-3)
         state = training.make_state(jax.tree.map(jnp.copy, start), optimizer)
         step = tiny.jit_step(training.make_train_step(loss, optimizer))
-        found = []
+        finals = []
         for _ in range(6):
             state, metrics = step(state, tiny.batch(rows=16))
-            found.append(float(metrics["nll"]))
-        return found
+            finals.append(float(metrics["nll"]))
+        return finals
 
     full, low = losses(model("both")), losses(quant.for_training(model("both"), "fp8_block"))
     assert full[-1] < 0.97 * full[0] and low != full

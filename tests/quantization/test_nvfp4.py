@@ -120,6 +120,6 @@ def test_blackwell_gets_matmuls_of_nvfp4():
 
 @pytest.mark.parametrize("options", [{"block": 32}, {"activations": "int8"}, {"gradients": None}, {"block": None}])
 def test_formats_of_other_kinds(options):
-    whole = {"weights": "nvfp4", "activations": "nvfp4", "gradients": "nvfp4", "block": 16}
+    nvfp4 = {"weights": "nvfp4", "activations": "nvfp4", "gradients": "nvfp4", "block": 16}
     with pytest.raises(ValueError, match="nvfp4 rounds weights, activations and gradients in blocks of 16"):
-        quant.Format(**(whole | options))
+        quant.Format(**(nvfp4 | options))

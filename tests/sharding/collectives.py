@@ -19,10 +19,10 @@ from tests.sharding import test_covering as covering
 
 
 def main() -> None:
-    asked = [(name, one) for name, one in covering.pairs() if name in (sys.argv[1:] or covering.MODELS)]
-    for name, one in sorted(asked, key=not_by_default):
-        want, got = covering.alone(name, one.num_layers)[1], covering.spread(name, one)
-        row = {"case": f"{name} {one.name}", "collectives": dict(sorted(got.collectives.items()))}
+    asked = [(name, case) for name, case in covering.pairs() if name in (sys.argv[1:] or covering.MODELS)]
+    for name, case in sorted(asked, key=not_by_default):
+        want, got = covering.alone(name, case.num_layers)[1], covering.spread(name, case)
+        row = {"case": f"{name} {case.name}", "collectives": dict(sorted(got.collectives.items()))}
         print(json.dumps(row), flush=True)
         matrices, temporaries = want.matrices / got.matrices, want.temporaries / got.temporaries
         error = max(covering.errors(got, want).values())

@@ -110,8 +110,8 @@ class Case:
     def may_talk(self) -> set[tuple[str, str]]:
         """Kinds of collectives, and the mesh axis over which they may go."""
         axis = {"gather": "context", "ring": "context", "heads": "context", "sequence": "tensor"}
-        pairs = {(found, axis.get(kind, kind)) for kind in self.kinds for found in MAY[kind]}
-        pairs |= {(found, "fsdp") for found in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
+        pairs = {(kind_of_talk, axis.get(kind, kind)) for kind in self.kinds for kind_of_talk in MAY[kind]}
+        pairs |= {(kind_of_talk, "fsdp") for kind_of_talk in MAY["fsdp"] if "expert" in self.kinds}  # which takes both
         # Vectors of tokens leave the embedding cut by width, and are dealt out by rows over these axes and stages.
         pairs |= {("collective-permute", axis) for axis in ("fsdp", "expert") if "stage" in self.kinds}
         # A router's matrix and those that make a latent: the compiler works on parts of them over one axis, and hands
@@ -196,8 +196,11 @@ class Run:
         """How many are written, and the bytes they move, by kind and mesh axes; those of a device with itself are
         none.
         """
-        found = (one for one in self.costs.collectives if one.axes)
-        return {" ".join((one.kind, *one.axes)): [one.written, int(one.bytes)] for one in found}
+        on_axes = (collective for collective in self.costs.collectives if collective.axes)
+        return {
+            " ".join((collective.kind, *collective.axes)): [collective.written, int(collective.bytes)]
+            for collective in on_axes
+        }
 
 
 def compiled(model: Any, mesh: Any) -> Run:
@@ -221,8 +224,8 @@ def alone(name: str, num_layers: int) -> tuple[Any, Run]:
     return model, compiled(model, {"data": 1})
 
 
-def spread(name: str, one: Case) -> Run:
-    model, layout = alone(name, one.num_layers)[0], one.layout
+def spread(name: str, case: Case) -> Run:
+    model, layout = alone(name, case.num_layers)[0], case.layout
     with sharding.use(layout):
         return compiled(jax.device_put(model, sharding.shardings(model, layout)), dict(layout.mesh.shape))
 
@@ -253,32 +256,32 @@ def _programs_go(request):
 def pairs() -> list[tuple[str, Case]]:
     """Every model in every case, but for that of one case only."""
     every = itertools.product(MODELS, CASES)
-    return [(name, one) for name, one in every if name != "experts of windows" or f"{name} {one.name}" in DEFAULT]
+    return [(name, case) for name, case in every if name != "experts of windows" or f"{name} {case.name}" in DEFAULT]
 
 
 def cases() -> list[Any]:
     marks = lambda case: () if case in DEFAULT else pytest.mark.full
     return [
-        pytest.param(name, one, id=f"{name} {one.name}", marks=marks(f"{name} {one.name}")) for name, one in pairs()
+        pytest.param(name, case, id=f"{name} {case.name}", marks=marks(f"{name} {case.name}")) for name, case in pairs()
     ]
 
 
-@pytest.mark.parametrize(("name", "one"), cases())
-def test_a_mesh_is_one_device_spread(name, one):
-    want, got = alone(name, one.num_layers)[1], spread(name, one)
+@pytest.mark.parametrize(("name", "case"), cases())
+def test_a_mesh_is_one_device_spread(name, case):
+    want, got = alone(name, case.num_layers)[1], spread(name, case)
     wrong = {path: error for path, error in errors(got, want).items() if error > 1e-5}
     assert not wrong
     # Norms are whole, and of several axes one may leave small matrices whole: those that make or read a latent, a
     # router's.
-    even = want.layers / one.ways + (want.parameters - want.layers) / one.ways_outside
+    even = want.layers / case.ways + (want.parameters - want.layers) / case.ways_outside
     assert got.parameters < even / 0.9
-    assert want.matrices / got.matrices > 0.8 * one.ways
+    assert want.matrices / got.matrices > 0.8 * case.ways
     # Stages idle in bubbles, and tensor parallelism alone splits no norm's input.
-    assert want.temporaries / got.temporaries > (0.35 if "stage" in one.kinds else 0.55) * one.devices
+    assert want.temporaries / got.temporaries > (0.35 if "stage" in case.kinds else 0.55) * case.devices
     large = [key.split() for key, (_, size) in got.collectives.items() if size > SMALL]
     kinds = {(kind, axis) for kind, *axes in large for axis in axes}
-    assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= one.may_talk
-    counts = counted()[f"{name} {one.name}"]  # a new case's: python -m tests.sharding.collectives
+    assert {pair for pair in kinds if pair[0] not in ("all-reduce", "reduce-scatter")} <= case.may_talk
+    counts = counted()[f"{name} {case.name}"]  # a new case's: python -m tests.sharding.collectives
     if jax.__version__.startswith(COUNTED_WITH):
         no_more_than(counts, got.collectives)
 

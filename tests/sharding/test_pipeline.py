@@ -136,8 +136,8 @@ def forward_costs(num_layers, rules):
     with sharding.use(layout):
         hidden = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)
         program = hidden.lower(model, rows(8)["tokens"]).compile(compiler_options=QUICKLY)
-    found = read_costs(program.as_text(), dict(layout.mesh.shape)).collectives
-    return {one.kind: one for one in found if one.axes}
+    collectives = read_costs(program.as_text(), dict(layout.mesh.shape)).collectives
+    return {collective.kind: collective for collective in collectives if collective.axes}
 
 
 ROWS = 2 * 32 * 32 * 4  # bytes of a microbatch: rows x T x D
@@ -146,24 +146,24 @@ ROWS = 2 * 32 * 32 * 4  # bytes of a microbatch: rows x T x D
 def test_only_activations_move():
     """Weights stay where they are. Rows that the stages share come to all of them once; every tick activations move on
     by one stage, at the end those of the last to all."""
-    found = forward_costs(4, sharding.DP | PP)
-    assert found.keys() == {"collective-permute", "all-reduce", "all-gather"}
-    assert found["all-gather"].runs == 1 and found["all-gather"].bytes == 4 * ROWS
-    assert found["collective-permute"].runs == 7 and found["collective-permute"].bytes == 7 * ROWS
-    assert found["all-reduce"].runs == 1 and found["all-reduce"].bytes == 4 * ROWS
+    costs = forward_costs(4, sharding.DP | PP)
+    assert costs.keys() == {"collective-permute", "all-reduce", "all-gather"}
+    assert costs["all-gather"].runs == 1 and costs["all-gather"].bytes == 4 * ROWS
+    assert costs["collective-permute"].runs == 7 and costs["collective-permute"].bytes == 7 * ROWS
+    assert costs["all-reduce"].runs == 1 and costs["all-reduce"].bytes == 4 * ROWS
 
 
 def test_twice_around_layers_travel_once():
     """As often as there are stacked matrices and scales, to the stages that compute them."""
-    found = forward_costs(7, sharding.DP | AROUND)
-    assert found.keys() == {"collective-permute", "all-reduce", "all-gather", "all-to-all"}
-    assert found["all-gather"].runs == 1 and found["all-gather"].bytes == 4 * ROWS
-    assert found["collective-permute"].runs == 11 and found["collective-permute"].bytes == 11 * ROWS
-    assert found["all-reduce"].runs == 1 and found["all-reduce"].bytes == 4 * ROWS
+    costs = forward_costs(7, sharding.DP | AROUND)
+    assert costs.keys() == {"collective-permute", "all-reduce", "all-gather", "all-to-all"}
+    assert costs["all-gather"].runs == 1 and costs["all-gather"].bytes == 4 * ROWS
+    assert costs["collective-permute"].runs == 11 and costs["collective-permute"].bytes == 11 * ROWS
+    assert costs["all-reduce"].runs == 1 and costs["all-reduce"].bytes == 4 * ROWS
     model = jax.eval_shape(lambda: llama(7))
     stacked = [x.get_value() for path, x in nn.variables(model).items() if ".groups.0.0." in path]
-    assert found["all-to-all"].runs == len(stacked)
-    assert found["all-to-all"].bytes == sum(x.size for x in stacked) * 4 * 8 / 7 / 4  # one of 8 places is idle
+    assert costs["all-to-all"].runs == len(stacked)
+    assert costs["all-to-all"].bytes == sum(x.size for x in stacked) * 4 * 8 / 7 / 4  # one of 8 places is idle
 
 
 @pytest.mark.full
@@ -253,9 +253,15 @@ def test_stages_choose_together_how_tokens_travel():
 
 def assert_summed_once(program, mesh, gradients) -> None:
     """Gradients are summed over data as often as there are arrays, and not in every tick."""
-    found = [one for one in read_costs(program.as_text(), dict(mesh.shape)).collectives if "data" in one.axes]
-    assert {one.kind for one in found} == {"all-reduce"} and sum(one.runs for one in found) <= len(gradients) + 4
-    assert sum(one.bytes for one in found) < 1.1 * sum(x.size for x in gradients.values()) * 4
+    sums = [
+        collective
+        for collective in read_costs(program.as_text(), dict(mesh.shape)).collectives
+        if "data" in collective.axes
+    ]
+    assert {collective.kind for collective in sums} == {"all-reduce"} and sum(
+        collective.runs for collective in sums
+    ) <= len(gradients) + 4
+    assert sum(collective.bytes for collective in sums) < 1.1 * sum(x.size for x in gradients.values()) * 4
 
 
 def scaled():

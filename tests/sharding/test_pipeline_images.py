@@ -37,10 +37,10 @@ def model_and_batch(name: str):
     case = parity.golden(name)[case]
     cfg = dataclasses.replace(family.FAMILY.fields.read(HFConfig(case["config"])), **changes)
     model = filled(lambda: family.FAMILY.model(cfg, rngs=nnx.Rngs(0)))
-    found, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
+    patches, ends = parity.images(case), np.cumsum([0, *(np.prod(grid) for grid in case["grids"])])
     order = [0, 1, 2] * 2
-    pixels = np.concatenate([found.pixels[ends[i] : ends[i + 1]] for i in order])
-    images = nn.vision.pad_patches(pixels, found.grids[order], counts=[2, 1, 2, 1])
+    pixels = np.concatenate([patches.pixels[ends[i] : ends[i + 1]] for i in order])
+    images = nn.vision.pad_patches(pixels, patches.grids[order], counts=[2, 1, 2, 1])
     tokens = np.tile(case["tokens"], (2, 1)).astype(np.int32)
     targets = np.roll(tokens, -1, axis=1)
     targets = np.where(np.asarray(model.inputs["images"].is_placeholder(targets)), -1, targets).astype(np.int32)
@@ -91,11 +91,11 @@ def abstract_gradients(model, batch, loss=training.NextToken(), degrees=LAYOUT[0
 
 def test_what_a_pipeline_cannot_do_with_images_is_an_error():
     model, batch = model_and_batch("mistral")
-    whole = nn.vision.Patches(batch["images"].pixels[0], batch["images"].grids[0])
+    unsplit = nn.vision.Patches(batch["images"].pixels[0], batch["images"].grids[0])
     with pytest.raises(
         ValueError, match="a batch of 1 rows cannot be split into 2 microbatches.* Images need a row of patches"
     ):
-        abstract_gradients(model, batch | {"images": whole})
+        abstract_gradients(model, batch | {"images": unsplit})
     model, batch = model_and_batch("qwen3_vl")
     every = qwen3_vl.Qwen3VL(dataclasses.replace(model.cfg, num_layers=2), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="layer_inputs are not supported in a pipeline"):

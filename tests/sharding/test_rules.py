@@ -104,8 +104,8 @@ def test_a_weight_gathered_once_is_whole_where_the_batch_is_split():
     loss = lambda w: jnp.sum(x @ sharding.layers.gather_once(w, "embed", "mlp"))
     assert sharding.layers.gather_once(w, "embed", "mlp") is w  # on one device
     with sharding.use(sharding.Layout(mesh, sharding.FSDP_TP)):
-        whole = jax.jit(lambda w: sharding.layers.gather_once(w, "embed", "mlp"))(w)
-        assert whole.sharding.spec == P(None, "tensor")
+        gathered = jax.jit(lambda w: sharding.layers.gather_once(w, "embed", "mlp"))(w)
+        assert gathered.sharding.spec == P(None, "tensor")
         np.testing.assert_array_equal(jax.jit(jax.grad(loss))(w), jax.grad(loss)(w))
         assert sharding.layers.gather_once(w, "norm", "mlp") is w  # nothing of it is split like the batch
 
@@ -159,12 +159,12 @@ def test_zero1_splits_the_optimizer_and_nothing_else():
             jax.tree.leaves(jax.tree.map(same, (state.trainable, state.opt_state), (new.trainable, new.opt_state)))
         )
         after[rules is not sharding.DP] = new, metrics
-    (split, metrics), (whole, whole_metrics) = after[True], after[False]
+    (split, metrics), (unsplit, whole_metrics) = after[True], after[False]
     assert split.trainable[name].sharding.is_fully_replicated
     moments = [x for x in jax.tree.leaves(split.opt_state) if x.shape == split.trainable[name].shape]
     assert len(moments) == 2 and all(x.addressable_shards[0].data.size * 8 == x.size for x in moments)
     np.testing.assert_allclose(metrics["grad_norm"], whole_metrics["grad_norm"], rtol=1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), split.trainable, whole.trainable)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), split.trainable, unsplit.trainable)
 
 
 def test_optimizer_spec_takes_the_longest_dimension_that_divides():
@@ -182,8 +182,8 @@ def test_experts_on_their_own_axis_or_on_fsdp():
         return nn.MoE(16, 32, router=router, shared=nn.GatedMLP(16, 32, rngs=nnx.Rngs(1)), rngs=nnx.Rngs(2))
 
     def places(mesh, rules):
-        found = nn.variables(sharding.shardings(moe, sharding.Layout(mesh, rules)))
-        return {path: found[path].get_value().spec for path in ("gate.w", "down.w", "shared.up.w")}
+        shardings = nn.variables(sharding.shardings(moe, sharding.Layout(mesh, rules)))
+        return {path: shardings[path].get_value().spec for path in ("gate.w", "down.w", "shared.up.w")}
 
     got = places(sharding.make_mesh(expert=4, fsdp=2), sharding.EP)
     assert got["gate.w"] == P("expert", None, "fsdp") and got["down.w"] == P("expert", "fsdp")
@@ -196,7 +196,7 @@ def test_describe_counts_bytes_and_copies():
     mesh = sharding.make_mesh(data=2, fsdp=4)
     model = jax.eval_shape(build)
     seen = sharding.describe(model, sharding.Layout(mesh, sharding.FSDP))
-    by = {one.path: one for one in seen.parameters}
+    by = {parameter.path: parameter for parameter in seen.parameters}
     up = by["layers.groups.0.0.mlp.up.w"]
     assert up.bytes_per_device * 4 == up.bytes and up.place == "- - fsdp"
     assert up.path in str(seen) and "mlp embed" in str(seen) and up.copies == 2

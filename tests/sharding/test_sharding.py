@@ -180,8 +180,8 @@ def test_a_misspelt_axis_is_an_error_wherever_it_is_used(meant):
     ],
 )
 def test_models_with_images_have_a_place_on_a_mesh(family, preset):
-    (found,) = (one for one in weights.families() if one.name == family)
-    model = jax.eval_shape(lambda: found.model(found.presets[preset], rngs=nnx.Rngs(0)))
+    (known,) = (candidate for candidate in weights.families() if candidate.name == family)
+    model = jax.eval_shape(lambda: known.model(known.presets[preset], rngs=nnx.Rngs(0)))
     shardings = sharding.shardings(model, sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP))
     specs = [leaf.spec for leaf in jax.tree.leaves(shardings)]
     assert sum("fsdp" in spec for spec in specs) > len(specs) / 2
@@ -193,9 +193,9 @@ def test_axes_of_ones_own_are_declared():
         sharding.Layout(mesh, {"my_flux": "fsdp"})
     sharding.declare_axes("my_flux")
     try:
-        own = {"own": nnx.Param(jnp.zeros(8), axes=("my_flux",))}
+        leaves = {"own": nnx.Param(jnp.zeros(8), axes=("my_flux",))}
         layout = sharding.Layout(mesh, sharding.FSDP | {"my_flux": "fsdp"})
-        assert sharding.shardings(own, layout)["own"].get_value().spec == P("fsdp")
+        assert sharding.shardings(leaves, layout)["own"].get_value().spec == P("fsdp")
         sharding.declare_axes("my_flux", "embed")  # what is there stays as it is
         assert sharding.ARRAY_AXES["embed"].startswith("width")
     finally:
@@ -221,12 +221,12 @@ def test_strategies_mix_in_any_order():
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     parts = (sharding.FSDP, sharding.TP, sharding.CP_ULYSSES, sharding.PP, sharding.ZERO1)
     layouts = {sharding.Layout(mesh, sharding.strategies.join(*order)) for order in itertools.permutations(parts)}
-    (one,) = layouts
-    assert one.rules["attn_heads"] == ("tensor", "context") and one.rules["layers"] == "stage"
-    own = {"vocab": None, "seq": "data"} | one.strategy
-    assert own == one.strategy | {"vocab": None, "seq": "data"} and hash(own) == hash(one.strategy | own)
-    assert sharding.Layout(mesh, own).rules["seq"] == "data" and sharding.Layout(mesh, own).rules["vocab"] is None
-    assert one.pipeline is None  # of one stage
+    (first,) = layouts
+    assert first.rules["attn_heads"] == ("tensor", "context") and first.rules["layers"] == "stage"
+    rules = {"vocab": None, "seq": "data"} | first.strategy
+    assert rules == first.strategy | {"vocab": None, "seq": "data"} and hash(rules) == hash(first.strategy | rules)
+    assert sharding.Layout(mesh, rules).rules["seq"] == "data" and sharding.Layout(mesh, rules).rules["vocab"] is None
+    assert first.pipeline is None  # of one stage
     both = sharding.OFFLOAD_LAYERS | sharding.OFFLOAD_OPTIMIZER
     assert both == sharding.strategies.Offload(optimizer=True, layers=True)
     assert sharding.PP | sharding.Pipeline("stage", 4) == sharding.Pipeline("stage", 4)
@@ -244,12 +244,12 @@ def test_mistakes_name_the_culprit():
         sharding.init_sharded(build, sharding.Layout(mesh, {"vocab": "data", "embed": "data"}))
     with pytest.raises(ValueError, match=r"no mesh axis is named 'model'"):
         sharding.init_sharded(build, sharding.Layout(mesh, {"embed": "model"}))
-    for given, words in {
+    for call, words in {
         (mesh, "fsdp"): r"sharding.preset\('fsdp'\) makes one",
         ("fsdp", "tp"): "must be a mesh",
     }.items():
         wrong = object.__new__(sharding.Layout)  # past the types, which only tests check
-        wrong.__dict__.update(mesh=given[0], strategy=given[1])
+        wrong.__dict__.update(mesh=call[0], strategy=call[1])
         with pytest.raises(TypeError, match=words):
             wrong.__post_init__()
 

@@ -37,10 +37,10 @@ def test_tokenize_adds_the_ends_it_is_told(tokenizer):
     documents = data.in_memory(["the fox"])
     plain = tokenizer.encode("the fox", add_special_tokens=False).ids
     assert data.tokenize(documents, tokenizer)[0]["tokens"].tolist() == plain
-    whole = data.tokenize(documents, tokenizer, bos_id=0, eos_id=1)[0]
-    assert whole["tokens"].tolist() == [0, *plain, 1]
-    assert whole["tokens"].dtype == np.int32
-    assert whole["text"] == "the fox"
+    with_ends = data.tokenize(documents, tokenizer, bos_id=0, eos_id=1)[0]
+    assert with_ends["tokens"].tolist() == [0, *plain, 1]
+    assert with_ends["tokens"].dtype == np.int32
+    assert with_ends["text"] == "the fox"
 
 
 def test_document_without_tokens():
@@ -70,7 +70,7 @@ def test_a_tokenizer_that_truncates_or_pads_is_refused(tokenizer, tmp_path, sett
     theirs = Tokenizer.from_str(tokenizer.to_str())
     theirs.enable_truncation(4) if setting == "truncation" else theirs.enable_padding(length=64)
     documents, template = data.in_memory([LONG]), tokenization.ChatTemplate("{{ messages[0].content }}")
-    chats = documents.map(lambda one: {"messages": [{"role": "assistant", "content": one["text"]}]})
+    chats = documents.map(lambda document: {"messages": [{"role": "assistant", "content": document["text"]}]})
     for start in (
         lambda: data.tokenize(documents, theirs),
         lambda: data.tokenize_chats(chats, theirs, template),
@@ -84,10 +84,12 @@ def test_a_hugging_face_tokenizer_that_truncated_in_its_last_call(tokenizer):
     """Its backend keeps the setting, which chats would then obey."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    chats = data.in_memory([LONG]).map(lambda one: {"messages": [{"role": "assistant", "content": one["text"]}]})
+    chats = data.in_memory([LONG]).map(
+        lambda document: {"messages": [{"role": "assistant", "content": document["text"]}]}
+    )
     read = data.tokenize_chats(chats, theirs, tokenization.ChatTemplate("{{ messages[0].content }}"))
-    whole = read[0]["tokens"].tolist()
-    assert whole == tokenizer.encode(LONG).ids
+    tokens = read[0]["tokens"].tolist()
+    assert tokens == tokenizer.encode(LONG).ids
     theirs(LONG, truncation=True, max_length=4)
     with pytest.raises(ValueError, match="truncation is on"):
         read[0]

@@ -199,10 +199,13 @@ def peer(run: Run, rng: random.Random) -> None:
     process = libc.syscall(434, pid, 0)  # pidfd_open
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if os.readlink(link).startswith("socket:") and (own := libc.syscall(438, process, int(link.name), 0)) >= 0:
-                with socket.socket(fileno=own) as found:  # pidfd_getfd
-                    if found.family in (socket.AF_INET, socket.AF_INET6):
-                        found.shutdown(socket.SHUT_RDWR)
+            if (
+                os.readlink(link).startswith("socket:")
+                and (descriptor := libc.syscall(438, process, int(link.name), 0)) >= 0
+            ):
+                with socket.socket(fileno=descriptor) as connection:  # pidfd_getfd
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.shutdown(socket.SHUT_RDWR)
     os.close(process)
 
 
@@ -220,8 +223,8 @@ TOGETHER = {"stop", "peer"}  # of one process alone they say nothing
 
 
 def steps(directory: Path) -> list[int]:
-    found = directory / "checkpoints"
-    return sorted(int(p.name) for p in found.iterdir() if p.name.isdecimal()) if found.is_dir() else []
+    folder = directory / "checkpoints"
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
 
 def throw(run: Run, name: str, rng: random.Random, begin: float) -> Fault:
@@ -333,10 +336,10 @@ class Result:
     def __str__(self) -> str:
         rows = [f"{'fault':14}{'times':>6}{'restarts':>9}{'seconds lost, median':>22}{'most':>8}"]
         for name in FAULTS:
-            if found := [fault for fault in self.faults if fault.name == name]:
-                lost = [fault.lost for fault in found]
-                restarts = sum(fault.restarted for fault in found)
-                rows.append(f"{name:14}{len(found):6}{restarts:9}{median(lost):22.1f}{max(lost):8.1f}")
+            if named := [fault for fault in self.faults if fault.name == name]:
+                lost = [fault.lost for fault in named]
+                restarts = sum(fault.restarted for fault in named)
+                rows.append(f"{name:14}{len(named):6}{restarts:9}{median(lost):22.1f}{max(lost):8.1f}")
         untouched, ours = self.pace
         rows.append(
             f"{len(self.faults)} faults in {self.wall:.0f} s; a step takes {ours:.3f} s, untouched {untouched:.3f}"
@@ -427,7 +430,7 @@ def compare(ours: Path, untouched: Path, processes: int, last: int) -> tuple[flo
     ]
     assert all(rows[0][step]["loss"] == rows[1][step]["loss"] for step in rows[0])
     assert len(rows[0]) >= 0.9 * last  # where the disk was full, lines are lost
-    timed = [[row["seconds"] for step, row in found.items() if "seconds" in row] for found in rows]
+    timed = [[row["seconds"] for step, row in by_step.items() if "seconds" in row] for by_step in rows]
     return median(timed[1][: chaotic.CHUNK]), median(timed[0])
 
 

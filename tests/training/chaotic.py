@@ -105,8 +105,8 @@ def gathered(state: training.TrainState) -> training.TrainState:
     """The state with all of each array on every process."""
     if jax.process_count() == 1:
         return state
-    whole = lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else process_allgather(x, tiled=True)
-    return jax.tree.map(whole, state)
+    on_host = lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else process_allgather(x, tiled=True)
+    return jax.tree.map(on_host, state)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def _exit_with(call: Callable[[], Any]) -> None:
 class Kills:
     """Plans kills evenly over all phases, and counts the kills of each."""
 
-    def __init__(self, rng: random.Random, seconds: dict[str, list[float]], whole: float):
-        self.rng, self.seconds, self.whole = rng, seconds, whole
+    def __init__(self, rng: random.Random, seconds: dict[str, list[float]], duration: float):
+        self.rng, self.seconds, self.whole = rng, seconds, duration
         self.planned, self.hit, self.during = Counter(), Counter(), Counter()
 
     def plan(self) -> Plan:
@@ -154,8 +154,10 @@ def files(directory: Path) -> dict[str, bytes]:
     weights_only = [
         p for p in directory.rglob("*") if p.suffix in (".safetensors", ".json") and "manifest" not in str(p)
     ]
-    found = {str(p.relative_to(directory)): p.read_bytes() for p in weights_only if (p.parent / "config.json").exists()}
-    return found | dict.fromkeys(names(directory), b"")
+    contents = {
+        str(p.relative_to(directory)): p.read_bytes() for p in weights_only if (p.parent / "config.json").exists()
+    }
+    return contents | dict.fromkeys(names(directory), b"")
 
 
 def names(directory: Path) -> list[str]:

@@ -61,8 +61,8 @@ def heap() -> Sample:
     """
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
-    found = mallinfo()
-    return {"in_use_kib": (found.uordblks + found.hblkhd) / 1024, "free_kib": found.fordblks / 1024}
+    usage = mallinfo()
+    return {"in_use_kib": (usage.uordblks + usage.hblkhd) / 1024, "free_kib": usage.fordblks / 1024}
 
 
 def sample(directory: Path) -> Sample:
@@ -305,7 +305,7 @@ def failures(samples: list[Sample], limits: Mapping[str, float] = LIMITS) -> lis
     return bad
 
 
-def draw(found: dict[str, list[Sample]], path: Path) -> None:
+def draw(by_run: dict[str, list[Sample]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = {"threads": 1, "descriptors": 1, "rss_kib": 1024, "in_use_kib": 1024, "python_blocks": 1e6, "cpu_seconds": 1}
@@ -317,8 +317,8 @@ def draw(found: dict[str, list[Sample]], path: Path) -> None:
         "Python's blocks, millions",
         "CPU seconds of a repeat",
     )
-    figure, axes = plt.subplots(len(rows), len(found), figsize=(4 * len(found), 11), squeeze=False, sharex="col")
-    for column, (part, samples) in enumerate(found.items()):
+    figure, axes = plt.subplots(len(rows), len(by_run), figsize=(4 * len(by_run), 11), squeeze=False, sharex="col")
+    for column, (part, samples) in enumerate(by_run.items()):
         for row, (name, unit) in enumerate(rows.items()):
             values = [s[name] / unit for s in samples]
             axes[row][column].plot([s["times"] for s in samples], values, color="#4477aa")
@@ -341,7 +341,7 @@ def main(arguments: list[str]) -> int:
         in_turn(*chosen.parts)
         return 0
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    found: dict[str, Any] = {}
+    by_run: dict[str, Any] = {}
     bad: list[str] = []
     for part in chosen.parts:
         times = max(FEWEST[part], round(TIMES.get(part, 0) * chosen.share))
@@ -349,13 +349,13 @@ def main(arguments: list[str]) -> int:
         # resident.
         limits = LIMITS if times >= 300 else SHORT_LIMITS
         samples = run(part, times, SAMPLES if times >= 300 else 15)
-        found[part] = samples
+        by_run[part] = samples
         print(part, json.dumps({"samples": samples[:: max(1, len(samples) // 10)]}), flush=True)
         print(part, json.dumps({"first": samples[0], "last": samples[-1], "growth": slopes(samples)}), flush=True)
         print(part, f"takes {slower(samples):.3f} times the CPU seconds of a new process", flush=True)
         bad += [f"{part}: {problem}" for problem in failures(samples, limits)]
     if chosen.draw:
-        draw(found, chosen.draw)
+        draw(by_run, chosen.draw)
     print("\n".join(bad) or "nothing grows")
     return bool(bad)
 

@@ -118,7 +118,7 @@ def test_a_trainer_warns_of_targets_that_are_not_shifted(trainer):
     fit = lambda batch: trainer(batch).fit(2)
     with pytest.warns(UserWarning, match="the model learns to copy") as caught:
         fit(COPIED)
-    assert sum("the model learns to copy" in str(one.message) for one in caught) == 1
+    assert sum("the model learns to copy" in str(warning.message) for warning in caught) == 1
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="every target")
         fit(SHIFTED)
@@ -177,14 +177,14 @@ class Declared(custom_losses.Preferred):
 def test_names_that_are_read_are_not_warned_of():
     """A loss of the user's has names of its own, and may say which."""
     row = np.zeros(SHAPE[0], np.float32)
-    own = TEXT | {"segment_ids": IDS, "reference": SCORES, "weight": row}
+    batch = TEXT | {"segment_ids": IDS, "reference": SCORES, "weight": row}
     known = TEXT | {"positions": IDS, "segment_ids": IDS, "valid": IDS > 0}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(custom_losses.Preferred(), own)
+        run(custom_losses.Preferred(), batch)
         run(training.NextToken(), known)
         run(pt.PolicyLoss(), ROLLOUTS | dict.fromkeys(("old_log_probs", "sampler_log_probs"), SCORES))
-    run(Declared(), own)
+    run(Declared(), batch)
     with pytest.raises(ValueError, match=r"Declared reads batch\['weight'\], got 'weights'"):
         run(Declared(), TEXT | {"segment_ids": IDS, "reference": SCORES, "weights": row})
 

@@ -95,7 +95,7 @@ def few(chosen, *all_of):
     """All combinations; those other than `chosen` are marked `full`."""
     product = set(itertools.product(*all_of))
     assert product.issuperset(chosen)
-    return [*chosen, *(pytest.param(*one, marks=pytest.mark.full) for one in sorted(product - set(chosen)))]
+    return [*chosen, *(pytest.param(*case, marks=pytest.mark.full) for case in sorted(product - set(chosen)))]
 
 
 MESHES = {
@@ -123,6 +123,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), few([("focal", "alone")], LOSSES, PIPELINES))
 def test_in_a_1f1b_pipeline_as_on_one_device(name, mesh):
     degrees, rules = PIPELINES[mesh]
@@ -142,7 +143,7 @@ def test_microbatches_make_the_whole(name):
     state = training.make_state(model(), optimizer)
     before, (gradients, loss, stats) = jax.device_get((state.trainable, alone(name)))
     state, metrics = jax.device_get(step(state, jax.tree.map(jnp.asarray, batch())))
-    norm = np.sqrt(sum(np.sum(np.square(one)) for one in gradients.values()))
+    norm = np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values()))
     means = {key: value / stats.num_targets for key, value in stats.sums.items()}
     for key, value in (means | {"loss": loss, "grad_norm": norm, "num_targets": stats.num_targets}).items():
         np.testing.assert_allclose(metrics[key], value, rtol=1e-5, err_msg=key)
@@ -221,14 +222,14 @@ def test_a_plain_loss_may_run_the_model_twice_on_nested_batches():
         state = training.make_state(training.copy_model(tiny.model(), layout), optimizer)
         return jax.device_get(run(state, training.shard_batch(data, layout)))
 
-    whole, metrics = step()
+    at_once, metrics = step()
     layout = sharding.Layout(sharding.make_mesh(fsdp=4, devices=jax.devices()[:4]), sharding.FSDP)
     with sharding.use(layout):
         spread = step(layout, microbatches=2)
     assert metrics["num_targets"] == ROWS
     for name in ("loss", "margin", "grad_norm"):
         np.testing.assert_allclose(spread[1][name], metrics[name], rtol=1e-5)
-    for path, value in whole.trainable.items():
+    for path, value in at_once.trainable.items():
         np.testing.assert_allclose(spread[0].trainable[path], value, atol=1e-5 * np.abs(value).max(), err_msg=path)
 
 

@@ -15,6 +15,7 @@ from tests.training import tiny
 
 MASK, BLOCK = 60, 4
 LOSS = training.MaskedDiffusion(MASK)
+corrupt = jax.jit(LOSS.corrupt)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,8 @@ def packed():
 def formula(model, batch):
     """The sum of -log p / t over masked targets, in float64."""
     inputs = {name: batch[name] for name in ("segment_ids", "valid") if name in batch}
-    logits = np.asarray(
-        model.logits(model(jnp.asarray(batch["tokens"]), dtype=jnp.float32, **inputs).hidden), np.float64
-    )
+    logits = jax.jit(lambda model, tokens: model.logits(model(tokens, dtype=jnp.float32, **inputs).hidden))
+    logits = np.asarray(logits(model, batch["tokens"]), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     rows, columns = np.nonzero(np.asarray(batch["targets"]) >= 0)
     learned = np.asarray(batch["targets"])[rows, columns]
@@ -45,7 +45,7 @@ def formula(model, batch):
 
 def test_the_loss_is_its_formula(model):
     model = nn.with_mask(model, ops.Full())
-    batch = LOSS.corrupt(model, packed(), jax.random.key(3))
+    batch = corrupt(model, packed(), jax.random.key(3))
     value, stats = jax.jit(functools.partial(LOSS, dtype=jnp.float32))(model, packed(), jax.random.key(3))
     assert float(value) == pytest.approx(formula(model, batch), rel=1e-5)
     # Every token but the first of a document and padding counts, masked or not.
@@ -60,8 +60,8 @@ def test_noise():
     """Documents and blocks have a level each, at which a token is masked with this probability."""
     tokens = np.full((64, 256), 7, np.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.repeat([[1, 2]], 64, 0).repeat(128, 1)}
-    whole = nn.with_mask(filled_llama(num_layers=1), ops.Full())
-    for model, group in ((whole, 128), (nn.with_mask(whole, ops.BlockCausal(16)), 16)):
+    network = nn.with_mask(filled_llama(num_layers=1), ops.Full())
+    for model, group in ((network, 128), (nn.with_mask(network, ops.BlockCausal(16)), 16)):
         noisy = jax.jit(training.MaskedDiffusion(MASK, levels=(0.25, 0.75)).corrupt)(model, batch, jax.random.key(0))
         weights = np.asarray(noisy["noise_weights"]).reshape(64, -1, group)
         levels = 1 / weights[:, :, -1:]
@@ -91,7 +91,7 @@ def test_a_noisy_block_sees_the_text_before_it_and_itself(model):
     """Pairs compute in one pass what a cache of the text and one block after the other compute."""
     paired = nn.with_mask(model, ops.BlockCausal(BLOCK, pairs=True))
     batch = {name: x[1:] for name, x in packed().items() if name != "segment_ids"}
-    pairs = LOSS.corrupt(paired, batch, jax.random.key(5))
+    pairs = corrupt(paired, batch, jax.random.key(5))
     text, noisy = pairs["tokens"]
     np.testing.assert_array_equal(text, batch["tokens"][0])
     assert (pairs["targets"][0] == -1).all() and not pairs["noise_weights"][0].any() and (noisy == MASK).sum() > 4
@@ -106,7 +106,7 @@ def test_a_noisy_block_sees_the_text_before_it_and_itself(model):
 
 def test_packed_pairs_equal_pairs_alone(model):
     paired = nn.with_mask(model, ops.BlockCausal(BLOCK, pairs=True))
-    batch = LOSS.corrupt(paired, packed(), jax.random.key(1))
+    batch = corrupt(paired, packed(), jax.random.key(1))
     together = hidden_states(paired, paired.masks[0], tokens=batch["tokens"], segment_ids=batch["segment_ids"])
     for first, end in ((0, 7), (7, 13)):
         alone = hidden_states(paired, paired.masks[0], tokens=batch["tokens"][:2, first:end])
@@ -144,17 +144,17 @@ def test_bad_input(model):
     with pytest.raises(ValueError, match="levels must be two probabilities"):
         training.MaskedDiffusion(MASK, levels=(0.0, 1.0))
     with pytest.raises(ValueError, match="give a random key"):
-        LOSS(paired, packed())
+        jax.eval_shape(lambda: LOSS(paired, packed()))
     with pytest.raises(ValueError, match="models without blocks"):
-        training.MaskedDiffusion(MASK, shifted=True)(paired, packed(), key)
+        jax.eval_shape(lambda: training.MaskedDiffusion(MASK, shifted=True)(paired, packed(), key))
     with pytest.raises(ValueError, match="text only, but this batch has images"):
-        LOSS.corrupt(paired, packed() | {"images": jnp.zeros(2)}, key)
+        jax.eval_shape(lambda: LOSS.corrupt(paired, packed() | {"images": jnp.zeros(2)}, key))
     with pytest.raises(ValueError, match=r"give it loss.corrupt\(model, batch, key\)"):
         LOSS.from_hidden(paired, jnp.zeros((2, 16, 32)), packed())
     with pytest.raises(ValueError, match="even number of rows, got 3"):
-        paired(jnp.zeros((3, 8), jnp.int32))
+        jax.eval_shape(lambda: paired(jnp.zeros((3, 8), jnp.int32)))
     with pytest.raises(ValueError, match=r"not for a cache: nn.with_mask\(model, ops.BlockCausal\(4\)\)"):
-        paired(jnp.zeros((2, 8), jnp.int32), cache=paired.init_cache(2, 8))
+        jax.eval_shape(lambda: paired(jnp.zeros((2, 8), jnp.int32), cache=paired.init_cache(2, 8)))
 
 
 def shapes(family, preset):

@@ -64,23 +64,15 @@ def assert_equal(ours, theirs, **options):
 
 
 def test_meeting_at_every_step_is_data_parallelism(model):
-    data = batches(3)
-    state, losses = run(training.DiLoCo(replicas=4, every=1, outer=PLAIN), model, data)
-    plain, step = training.make_state(training.copy_model(model), INNER), training.jit_step(make_step(INNER))
+    """Averaged moments too: the mean of traces, which are linear in the gradients, is that of the mean gradient."""
+    optimizer, data = optax.sgd(0.1, momentum=0.9), batches(2)
+    diloco = training.DiLoCo(replicas=4, every=1, outer=PLAIN, average_moments=True)
+    state, losses = run(diloco, model, data, optimizer)
+    plain, step = training.make_state(training.copy_model(model), optimizer), training.jit_step(make_step(optimizer))
     for batch, loss in zip(data, losses, strict=True):
         plain, metrics = step(plain, batch)
         assert loss == pytest.approx(float(metrics["loss"]), abs=1e-6)
     assert_equal(state.trainable, plain.trainable, atol=1e-6)
-
-
-def test_averaged_moments_are_those_of_data_parallelism(model):
-    """A trace is linear in the gradients: its mean over replicas is the trace of the mean gradient."""
-    optimizer, data = optax.sgd(0.1, momentum=0.9), batches(2)
-    diloco = training.DiLoCo(replicas=4, every=1, outer=PLAIN, average_moments=True)
-    state, _ = run(diloco, model, data, optimizer)
-    plain, step = training.make_state(training.copy_model(model), optimizer), training.jit_step(make_step(optimizer))
-    for batch in data:
-        plain, _ = step(plain, batch)
     replicas, trace = (
         optax.tree_utils.tree_get(opt_state, "trace") for opt_state in (state.opt_state.inner, plain.opt_state)
     )

@@ -94,6 +94,7 @@ def test_a_step_moves_the_biases_as_the_paper_says(microbatches):
     assert metrics["moe/load"].shape == (3, E) and "moe/counts" not in metrics
 
 
+@pytest.mark.full
 def test_on_a_mesh_as_on_one_device():
     model, data = mixture(), padded()
     want = by_hand(model, data)
@@ -158,14 +159,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch):
         checkpointer=checkpoint.Checkpointer(tmp_path / name, every=2),
         router_bias_update_rate=0.01,
     )
-    whole, first = make("whole"), make("run")
-    whole.fit(4)
+    uninterrupted, first = make("whole"), make("run")
+    uninterrupted.fit(4)
     first.fit(2)
     second = make("run")
     second.fit(4)
-    assert np.array_equal(biases(whole.model), biases(second.model)) and biases(whole.model).any()
+    assert np.array_equal(biases(uninterrupted.model), biases(second.model)) and biases(uninterrupted.model).any()
     np.testing.assert_allclose(biases(first.model) / 0.01, np.round(biases(first.model) / 0.01), atol=1e-5)
-    for path, value in whole.state.trainable.items():
+    for path, value in uninterrupted.state.trainable.items():
         np.testing.assert_array_equal(value, second.state.trainable[path])
 
 

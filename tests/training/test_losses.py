@@ -127,9 +127,9 @@ def test_a_model_from_outside_adds_losses_of_its_own():
         return jax.value_and_grad(f, has_aux=True)(params), out.aux
 
     ((value, stats), grads), aux = both(params)
-    own = float(jnp.sum(aux["loss/size"]))
-    assert own > 0
-    assert float((value - stats.sums["nll"]) / stats.num_targets) == pytest.approx(own, rel=1e-3)
+    extra = float(jnp.sum(aux["loss/size"]))
+    assert extra > 0
+    assert float((value - stats.sums["nll"]) / stats.num_targets) == pytest.approx(extra, rel=1e-3)
     np.testing.assert_allclose(stats.sums["size"] / stats.num_targets, aux["size"], rtol=1e-5)
     assert stats.sums["size"].shape == (5,)
     assert grads.keys() == params.keys() and not any("calls" in path for path in params)

@@ -90,7 +90,7 @@ def test_no_module_looks_beyond_its_document(model, batch, packed):
         alone[i, : stop - start] = batch["tokens"][row, start:stop]
         segments[i, : stop - start] = 1
     cut = lambda x: jnp.asarray(x).reshape(-1, len(LENGTHS), SEQ)
-    runs = [jax.device_get(run(model, *one)) for one in zip(cut(alone), cut(segments), strict=True)]
+    runs = [jax.device_get(run(model, *inputs)) for inputs in zip(cut(alone), cut(segments), strict=True)]
     alone = [np.concatenate([modules[depth].hidden for _, modules, _ in runs]) for depth in range(CFG.num_mtp)]
     for depth, (module, want) in enumerate(zip(packed[1], alone, strict=True), start=1):
         expected = np.zeros((len(LENGTHS), SEQ), bool)
@@ -132,8 +132,8 @@ def test_weights_are_those_of_the_modules_targets_too(model, batch):
     assert abs(float(balance)) < 1e-3 * abs(float(plain[0]))
     assert float(plain[2]) == pytest.approx(float(both(model, batch)[0]), rel=1e-6)
     # A weight on one token alone: its own target, and the modules' that are shifted onto it.
-    one = jnp.zeros_like(weights).at[0, 5].set(1)
-    total, stats = both(model, batch | {"loss_weights": one})
+    single = jnp.zeros_like(weights).at[0, 5].set(1)
+    total, stats = both(model, batch | {"loss_weights": single})
     assert float(stats.num_targets) == 1 and float(total) > 0
 
 

@@ -48,8 +48,8 @@ def trained(offload: bool):
 
 
 def memories(tree):
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x.sharding.memory_kind for path, x in found}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.sharding.memory_kind for path, x in leaves}
 
 
 def test_training_is_the_same_and_stays_on_the_host():

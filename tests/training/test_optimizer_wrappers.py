@@ -156,21 +156,21 @@ def test_moments_in_bfloat16_follow_those_in_float32():
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5, p.dtype), params)
     exact = training.adamw(1e-3, mask=None, b2=0.999, weight_decay=0.0, clip=None)
     low = training.adamw(1e-3, mask=None, b2=0.999, weight_decay=0.0, clip=None, moments=jnp.bfloat16)
-    found = {}
+    moments = {}
     for name, optimizer in (("exact", exact), ("low", low)):
         update, state, now = jax.jit(optimizer.update), optimizer.init(params), params
         for _ in range(30):
             updates, state = update(grads, state, now)
             now = optax.apply_updates(now, updates)
-        found[name] = now, *(optax.tree.get(state, moment) for moment in ("mu", "nu"))
-    assert {x.dtype for moment in found["exact"][1:] for x in moment.values()} == {jnp.dtype("float32")}
-    assert {x.dtype for moment in found["low"][1:] for x in moment.values()} == {jnp.dtype("bfloat16")}
+        moments[name] = now, *(optax.tree.get(state, moment) for moment in ("mu", "nu"))
+    assert {x.dtype for moment in moments["exact"][1:] for x in moment.values()} == {jnp.dtype("float32")}
+    assert {x.dtype for moment in moments["low"][1:] for x in moment.values()} == {jnp.dtype("bfloat16")}
     mean = lambda x: float(x.astype(jnp.float32).mean())
-    for got, want in zip(found["low"][1:], found["exact"][1:], strict=True):
+    for got, want in zip(moments["low"][1:], moments["exact"][1:], strict=True):
         assert all(mean(got[path]) == pytest.approx(mean(want[path]), rel=0.005) for path in params)
-    assert mean(found["low"][0]["w"]) == pytest.approx(1 - 30 * 1e-3, abs=2e-3)
-    assert mean(found["low"][0]["b"]) == pytest.approx(1 - 30 * 1e-3, abs=1e-3)
-    assert mean(found["exact"][0]["w"]) == 1.0  # each change is less than half of what bfloat16 can tell apart
+    assert mean(moments["low"][0]["w"]) == pytest.approx(1 - 30 * 1e-3, abs=2e-3)
+    assert mean(moments["low"][0]["b"]) == pytest.approx(1 - 30 * 1e-3, abs=1e-3)
+    assert mean(moments["exact"][0]["w"]) == 1.0  # each change is less than half of what bfloat16 can tell apart
 
 
 def test_a_state_in_bfloat16_trains():

@@ -27,12 +27,12 @@ def test_matrices_decay_and_nothing_else():
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])  # biases everywhere, those of experts, and sinks
 def test_without_a_mask_the_same_decays_by_name(family):
-    assert_decays_as_by_axes(next(found for found in weights.families() if found.name == family))
+    assert_decays_as_by_axes(next(known for known in weights.families() if known.name == family))
 
 
 @pytest.mark.full
 def test_without_a_mask_the_same_decays_in_every_family():
-    for family in (one for one in weights.families() if one.presets):
+    for family in (known for known in weights.families() if known.presets):
         assert_decays_as_by_axes(family)
 
 
@@ -71,8 +71,8 @@ def test_a_step_decays_layers_of_ones_own_by_their_own_shapes(moments):
     step = training.make_train_step(loss, optimizer)
     state, _ = jax.jit(step)(training.make_state(OwnModel(), optimizer), tiny.batch())
     short = nn.tree.pattern_paths(state.rest)
-    found = {short[path]: float(x.mean()) for path, x in state.trainable.items() if short[path].startswith("layers.")}
-    assert found == {"layers.temperature": 1.0, "layers.d": 0.5}
+    means = {short[path]: float(x.mean()) for path, x in state.trainable.items() if short[path].startswith("layers.")}
+    assert means == {"layers.temperature": 1.0, "layers.d": 0.5}
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -47,7 +47,7 @@ def numbers(trainer):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("one", "other", "layers"),
+    ("before", "after", "layers"),
     [
         (AROUND, FSDP, 7),
         (FSDP, AROUND, 7),
@@ -56,14 +56,14 @@ def numbers(trainer):
         (EVEN, AROUND, 8),
     ],
 )
-def test_a_run_goes_on_in_another_layout(tmp_path, one, other, layers):
+def test_a_run_goes_on_in_another_layout(tmp_path, before, after, layers):
     """The state is that of the checkpoint, number by number, and the next losses are those of the first layout."""
-    first = run(tmp_path / "one", **one, layers=layers)
+    first = run(tmp_path / "before", **before, layers=layers)
     first.fit(2)
     saved = numbers(first)
-    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    shutil.copytree(tmp_path / "before", tmp_path / "after")
     want = [float(first.fit(step)["loss"]) for step in (3, 4)]
-    second = run(tmp_path / "other", **other, layers=layers)
+    second = run(tmp_path / "after", **after, layers=layers)
     assert second.step == 2
     for a, b in zip(numbers(second), saved, strict=True):
         np.testing.assert_array_equal(a, b)

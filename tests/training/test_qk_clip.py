@@ -139,6 +139,7 @@ def test_weights_of_mla_are_those_of_maxtext():
     assert (np.asarray(got["attn.q_up.w"]) != weights["q_up"]).any()
 
 
+@pytest.mark.full
 def test_on_a_mesh_as_on_one_device():
     limit, options = median_limit(gqa), {"microbatches": 2, "remat": "full"}  # a step that is compiled already
     want, metrics = stepping(limit, **options)(begun(gqa), batch())

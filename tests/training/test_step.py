@@ -92,12 +92,12 @@ def test_weights_that_sum_to_less_than_one_do_not_shrink_the_step():
         value, stats = tiny.loss(model, batch)
         return value / 1000, training.Stats(stats.num_targets / 1000, {"value": value / 1000})
 
-    found = []
-    for one in (tiny.loss, loss):
-        step = training.make_train_step(one, SGD, microbatches=2)
-        found.append(jax.jit(step)(training.make_state(tiny.model(), SGD), tiny.batch())[1])
-    np.testing.assert_allclose(found[0]["grad_norm"], found[1]["grad_norm"], rtol=1e-5)
-    np.testing.assert_allclose([found[0]["loss"]] * 2, [found[1]["loss"], found[1]["value"]], rtol=1e-5)
+    updates = []
+    for function in (tiny.loss, loss):
+        step = training.make_train_step(function, SGD, microbatches=2)
+        updates.append(jax.jit(step)(training.make_state(tiny.model(), SGD), tiny.batch())[1])
+    np.testing.assert_allclose(updates[0]["grad_norm"], updates[1]["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose([updates[0]["loss"]] * 2, [updates[1]["loss"], updates[1]["value"]], rtol=1e-5)
 
 
 class Marking(tiny.Bigram):
@@ -221,7 +221,10 @@ def test_a_mesh_divides_what_is_trained_on(rules, mesh, sizes, words):
 
 @pytest.mark.parametrize(
     "remat",
-    ["full", *(pytest.param(one, marks=pytest.mark.full) for one in ("dots", ["attention_out", "attention_lse"]))],
+    [
+        "full",
+        *(pytest.param(policy, marks=pytest.mark.full) for policy in ("dots", ["attention_out", "attention_lse"])),
+    ],
     ids=str,
 )
 def test_remat_changes_nothing(remat):
@@ -297,10 +300,10 @@ def test_evaluation_weighs_every_target_alike():
     model = tiny.model()
     batch = tiny.batch(uneven=True)
     parts = [{name: x[i : i + 2] for name, x in batch.items()} for i in (2, 4, 6)]
-    whole = {name: x[2:] for name, x in batch.items()}
+    rest = {name: x[2:] for name, x in batch.items()}
     state = training.make_state(model, optax.identity())
     step = jax.jit(training.make_eval_step(tiny.loss))
-    want, got = training.evaluate(step, state, [whole]), training.evaluate(step, state, parts)
+    want, got = training.evaluate(step, state, [rest]), training.evaluate(step, state, parts)
     assert got.keys() == want.keys() == {"num_targets", "loss", "nll", "accuracy"}
     for name in want:
         assert float(got[name]) == pytest.approx(float(want[name]), rel=1e-5)

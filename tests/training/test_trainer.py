@@ -100,19 +100,19 @@ def test_evaluation_has_no_embedding_noise():
 
 
 def test_model_flops_are_those_of_what_is_trained():
-    whole, head = trainer(), trainer(filter=training.trainable_only("head.w"))
-    for one in (whole, head):
-        one.fit(1)
+    everything, head = trainer(), trainer(filter=training.trainable_only("head.w"))
+    for run in (everything, head):
+        run.fit(1)
     matmul = 2 * 8 * 12 * 16 * tiny.VOCAB  # the head's forward pass
-    assert whole._meter.flops - 3 * matmul == 3 * (head._meter.flops - 2 * matmul) > 0
+    assert everything._meter.flops - 3 * matmul == 3 * (head._meter.flops - 2 * matmul) > 0
 
 
 def test_the_training_loader_is_not_evaluated():
     """It would go back to its first batch each time, and the run would see no others."""
     loader = tiny.Loader()
-    for one in (loader, training.Prefetch(loader)):
+    for source in (loader, training.Prefetch(loader)):
         with pytest.raises(ValueError, match="evaluation has the training loader"):
-            trainer(loader=loader, evaluation=training.Evaluation(one, every=2, batches=1))
+            trainer(loader=loader, evaluation=training.Evaluation(source, every=2, batches=1))
 
 
 def test_a_run_has_a_key_of_its_own():

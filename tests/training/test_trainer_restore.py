@@ -130,8 +130,8 @@ def test_where_a_run_begins(tmp_path, capsys):
     assert params.restore() == "nothing to restore, the state of step 1 stays" and params.step == 1
     said = params.restore(params_from=tmp_path / "a")
     assert said.endswith(", step 1 with this run's optimizer state") and params.step == 1
-    own = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a"))
-    assert "own" in own.restore(resume_from=tmp_path / "nowhere", params_from=tmp_path / "nowhere")
+    resumed = trainer(checkpointer=checkpoint.Checkpointer(tmp_path / "a"))
+    assert "own" in resumed.restore(resume_from=tmp_path / "nowhere", params_from=tmp_path / "nowhere")
     assert "parameters from" in capsys.readouterr().out
 
 
@@ -190,9 +190,9 @@ def test_parameters_from_a_checkpoint_are_those_of_frozen_layers_too(tmp_path, s
     source.fit(1)
     ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), filter=part)
     ours.restore(params_from=tmp_path)
-    want, found = nn.variables(source.model), nn.variables(ours.model)
-    assert want.keys() == found.keys()
-    assert all(np.array_equal(value.get_value(), found[path].get_value()) for path, value in want.items())
+    want, restored = nn.variables(source.model), nn.variables(ours.model)
+    assert want.keys() == restored.keys()
+    assert all(np.array_equal(value.get_value(), restored[path].get_value()) for path, value in want.items())
 
 
 def test_parameters_of_a_checkpoint_without_its_base_need_that_base(tmp_path):

@@ -54,16 +54,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append(f"{self.command} {path}")
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        found = api or file
-        if not found or (refusal := self._refusal(found[1], found[2 if file else 3])):
-            return self._send(*(refusal if found else (404, b"", {"X-Error-Code": "RepoNotFound"})))
-        files = self.hub.models[found[1]]
+        answer = api or file
+        if not answer or (refusal := self._refusal(answer[1], answer[2 if file else 3])):
+            return self._send(*(refusal if answer else (404, b"", {"X-Error-Code": "RepoNotFound"})))
+        files = self.hub.models[answer[1]]
         if file:
             return self._file(files, file[3])
         entries = [self._entry(name, data) for name, data in files.items()]
         if api and api[2] == "tree":
             return self._send(200, json.dumps(entries).encode())
-        info = {"id": found[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+        info = {"id": answer[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
         return self._send(200, json.dumps(info).encode())
 
     def do_POST(self):

@@ -55,6 +55,6 @@ def test_weights_that_the_index_does_not_name_are_not_copied(bucket):
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket", "gs://", "s3://bucket/x?secret=1\n"])
 def test_urls_with_credentials_are_refused_and_not_repeated(url):
-    with pytest.raises(ValueError, match="s3://bucket/path") as found:
+    with pytest.raises(ValueError, match="s3://bucket/path") as error:
         buckets.local(url)
-    assert "secret" not in str(found.value)
+    assert "secret" not in str(error.value)

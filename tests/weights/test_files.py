@@ -37,12 +37,12 @@ def sharded(path, **files: list[str]):
 
 def test_files_are_read_as_safetensors_does(tmp_path):
     save_file(TENSORS, tmp_path / SINGLE)
-    found = find_tensors(tmp_path)
-    assert found.keys() == TENSORS.keys()
+    tensors = find_tensors(tmp_path)
+    assert tensors.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert found[name].dtype == tensor.dtype
-        np.testing.assert_array_equal(found[name].view(), tensor)
-        assert found[name].view().shape == tensor.shape
+        assert tensors[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(tensors[name].view(), tensor)
+        assert tensors[name].view().shape == tensor.shape
 
 
 def test_safetensors_reads_what_is_written(tmp_path):

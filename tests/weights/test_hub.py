@@ -99,14 +99,14 @@ def test_what_is_no_model_is_said(hub, model, tmp_path):
         maxlib.from_pretrained(tmp_path / "export", revision="main")
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_what_is_pushed_comes_back_with_a_card(hub, model, given):
-    card = huggingface_hub.ModelCard("---\nlicense: apache-2.0\n---\nMade by a test.") if given else True
+@pytest.mark.parametrize("has_card", [False, True])
+def test_what_is_pushed_comes_back_with_a_card(hub, model, has_card):
+    card = huggingface_hub.ModelCard("---\nlicense: apache-2.0\n---\nMade by a test.") if has_card else True
     address = maxlib.push_to_hub(model, NAME, token="hf_good", model_card=card, message="first")
     assert hub_server.COMMIT in address and hub.commits[0]["summary"] == "first"
     assert_same(maxlib.from_pretrained(NAME), model)
     card = huggingface_hub.ModelCard(hub.models[NAME]["README.md"].decode())
-    if given:
+    if has_card:
         assert card.data.license == "apache-2.0" and "Made by a test." in card.text
     else:
         assert card.data.library_name == "transformers" and card.data.tags == ["maxlib"]

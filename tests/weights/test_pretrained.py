@@ -77,7 +77,7 @@ def test_round_trip(model, exported):
 
 
 @pytest.mark.parametrize(
-    "preset", ["FSDP_TP", *(pytest.param(one, marks=pytest.mark.full) for one in ("DP", "FSDP", "TP"))]
+    "preset", ["FSDP_TP", *(pytest.param(name, marks=pytest.mark.full) for name in ("DP", "FSDP", "TP"))]
 )
 def test_round_trip_on_eight_devices(preset, model, exported, tmp_path):
     axes = {"DP": {"data": 8}, "FSDP": {"fsdp": 4, "data": 2}, "TP": {"tensor": 2, "data": 4}}
@@ -183,9 +183,9 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_source(model, tmp_path):
     maxlib.save_pretrained(model, source, tokenizer=tiny_tokenizer(), generation={"eos_token_id": 1})
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "merges.txt").write_text("of the old one")
-    own = Tokenizer(models.WordLevel({"<eos>": 0, "z": 1}, unk_token="<eos>"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    maxlib.save_pretrained(model, out, like=source, tokenizer=own)
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "z": 1}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    maxlib.save_pretrained(model, out, like=source, tokenizer=tokenizer)
     assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("z").ids == [1]
     assert (out / "chat_template.jinja").exists() and not (out / "merges.txt").exists()
 

@@ -106,7 +106,7 @@ def either(request):
     return request.getfixturevalue("directories" if request.param == "fp8" else "mxfp4_directories")
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_it_reads_like_plain_weights(dtype, either):
     got = maxlib.from_pretrained(either / "quantized", dtype=dtype)
     assert_equal(got, maxlib.from_pretrained(either / "plain"), dtype)
@@ -143,16 +143,16 @@ def test_one_factor_for_a_matrix(shape, directories, tmp_path):
         tensors[name + "_scale_inv"] = np.full(shape, factor)
         tensors[name.removesuffix("weight") + "activation_scale"] = np.full(shape, np.float32(3))
     config = read_config(directories)
-    one = QUANTIZATION | {"activation_scheme": "static", "weight_block_size": None, "dequantize": False}
-    one |= {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}
-    write(tmp_path / "fp8", tensors, config, one)
+    settings = QUANTIZATION | {"activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    settings |= {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}
+    write(tmp_path / "fp8", tensors, config, settings)
     (tmp_path / "plain").mkdir()
     save_file(plain, tmp_path / "plain" / "model.safetensors")
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
     got = maxlib.from_pretrained(tmp_path / "fp8", dtype="float32")
     assert_equal(got, maxlib.from_pretrained(tmp_path / "plain"), "float32")
     # A factor of what is not scaled is no part of the format.
-    write(tmp_path / "more", tensors | {"model.norm.activation_scale": np.ones(shape, np.float32)}, config, one)
+    write(tmp_path / "more", tensors | {"model.norm.activation_scale": np.ones(shape, np.float32)}, config, settings)
     with pytest.raises(ValueError, match=r"model\.norm\.activation_scale"):
         maxlib.from_pretrained(tmp_path / "more")
 
@@ -168,11 +168,11 @@ def test_a_stack_of_matrices_has_factors_of_each(shape, tmp_path):
     want = x.astype(np.float32) * spread
     activation = np.ones(3, np.float32)
     write(tmp_path / "x", {"x": x, "x_scale_inv": factors, "x_activation_scale": activation}, {})
-    found = with_scales(find_tensors(tmp_path / "x"))
-    assert found.keys() == {"x"}
-    np.testing.assert_array_equal(found["x"].view(), want)
+    tensors = with_scales(find_tensors(tmp_path / "x"))
+    assert tensors.keys() == {"x"}
+    np.testing.assert_array_equal(tensors["x"].view(), want)
     half = lambda values: values.reshape(3, 2, 65, 260)[1:, 1, :, ::2].transpose(2, 0, 1)
-    np.testing.assert_array_equal(found["x"].part(half), half(want))
+    np.testing.assert_array_equal(tensors["x"].part(half), half(want))
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1, 1), (3, 2, 2), (3, 1)], ids=str)

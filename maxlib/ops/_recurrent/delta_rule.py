@@ -56,7 +56,8 @@ def gated_delta_rule(
         l2_norm: True divides each head of `q` and `k` by its L2 norm, with 1e-6 added to the squared norm.
         axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
         implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-            GPUs of that package. None chooses the fastest; `explain_gated_delta_rule` shows which one and why.
+            GPUs of that package; "mosaic_tpu", kernels for TPUs. None chooses the fastest; `explain_gated_delta_rule`
+            shows which one and why.
 
     Returns:
         The output, in the dtype of `v`, and the state after the last real token, for the next call.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxlib._xla_workarounds import inner, stored
-from maxlib.ops._recurrent import jax_linear_attention
+from maxlib.ops._recurrent import jax_linear_attention, mosaic_tpu
 from maxlib.ops._recurrent.chunks import (
     SMALL,
     ChunkTiles,
@@ -150,4 +150,5 @@ GATED_DELTA = recurrent_op(
     chunked=chunked,
     tiles=delta_tiles,
     sequential=sequential,
+    others=(mosaic_tpu.kernel(mosaic_tpu.gated_delta),),
 )

@@ -93,8 +93,9 @@ def recurrent_op(
     chunked: Callable,
     tiles: Callable,
     sequential: Callable,
+    others: tuple[Kernel, ...] = (),
 ) -> Op:
-    """Returns the operation with its three kernels, in order of preference.
+    """Returns the operation with its kernels, in order of preference.
 
     Decoding has one or a few tokens at a time, so a chunk would be mostly padding: "sequential" comes first there.
 
@@ -105,6 +106,7 @@ def recurrent_op(
         chunked: The form in matmuls.
         tiles: Its tile sizes, a function of a call.
         sequential: The form token by token.
+        others: Kernels to try after those of the package.
     """
 
     def first(call: RecurrentCall) -> str | None:
@@ -119,6 +121,7 @@ def recurrent_op(
             frozenset({"gpu"}),
             refuses=refuses,
         ),
+        *others,
         Kernel("chunked", chunked, "chunks of tokens in matmuls, by XLA", tiles=tiles),
         Kernel("sequential", sequential, f"the reference, token by token: the fastest form for up to {FEW} tokens"),
     )

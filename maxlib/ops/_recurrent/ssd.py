@@ -24,7 +24,7 @@ from maxlib.hardware import explained_device
 from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops
 from maxlib.ops._dispatch import Choice, Explanation, Shaped
-from maxlib.ops._recurrent import jax_linear_attention
+from maxlib.ops._recurrent import jax_linear_attention, mosaic_tpu
 from maxlib.ops._recurrent.chunks import (
     ChunkTiles,
     count_starts,
@@ -84,7 +84,8 @@ def ssd(
         initial_state: State before the first token; None for zero.
         axis_name: Mesh axis over which the sequence is split, inside `jax.shard_map`; devices hold consecutive parts.
         implementation: "sequential", token by token; "chunked", in matmuls; "jax_linear_attention", kernels for Hopper
-            GPUs of that package. None chooses the fastest; `explain_ssd` shows which one and why.
+            GPUs of that package; "mosaic_tpu", kernels for TPUs. None chooses the fastest; `explain_ssd`
+            shows which one and why.
 
     Returns:
         The output, in the dtype of `x`, and the state after the last real token, for the next call.
@@ -261,4 +262,5 @@ SSD = recurrent_op(
     chunked=chunked,
     tiles=ssd_tiles,
     sequential=sequential,
+    others=(mosaic_tpu.kernel(mosaic_tpu.ssd),),
 )

@@ -105,9 +105,9 @@ def arrays(case: Case, dtype=jnp.float64, batch: int = 2) -> dict:
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
     (N, K), (Hk, Hv), (T, S) = case.heads, case.widths, case.lengths
-    found = {"q": normal(batch, T, N, Hk), "k": normal(batch, S, K, Hk), "v": normal(batch, S, K, Hv)}
+    made = {"q": normal(batch, T, N, Hk), "k": normal(batch, S, K, Hk), "v": normal(batch, S, K, Hv)}
     sinks = normal(N) if case.sinks else None
     bias = None
     if case.bias is not None:
         bias = normal(batch if case.bias[0] else 1, N if case.bias[1] else 1, T, S)
-    return {**found, "sinks": sinks, "bias": bias, "d_out": normal(batch, T, N, Hv), "d_lse": normal(batch, T, N)}
+    return {**made, "sinks": sinks, "bias": bias, "d_out": normal(batch, T, N, Hv), "d_lse": normal(batch, T, N)}

@@ -333,11 +333,11 @@ def kernel(body, *, out_type, scratch_types, grid, grid_names, num_threads, **_)
             return run_all(*arrays)
 
     def run_all(*arrays):
-        given = jax.tree.map(lambda x: Global(np.asarray(x)), arrays)
+        inputs = jax.tree.map(lambda x: Global(np.asarray(x)), arrays)
         made = [np.full(x.shape, np.nan, x.dtype) for x in (out_type if many else [out_type])]
         for place in np.ndindex(*grid):
             scratch = [allocate(spec) for spec in scratch_types]
-            run = functools.partial(body, *given, *map(Global, made), *scratch)
+            run = functools.partial(body, *inputs, *map(Global, made), *scratch)
             Block(dict(zip(grid_names, place, strict=True)), run, num_threads).run()
         return tuple(made) if many else made[0]
 
@@ -370,12 +370,12 @@ def _evaluate(closed, args):
     values = dict(zip(closed.jaxpr.invars, args, strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
     for eqn in closed.jaxpr.eqns:
-        given, params = [read(atom) for atom in eqn.invars], eqn.params
+        operands, params = [read(atom) for atom in eqn.invars], eqn.params
         if "jaxpr" in params:
-            values[eqn.outvars[0]] = _evaluate(params["jaxpr"], given)
+            values[eqn.outvars[0]] = _evaluate(params["jaxpr"], operands)
         else:
-            own = {name: params[name] for name in ("y", "shape", "new_dtype") if name in params}
-            values[eqn.outvars[0]] = ELEMENTWISE[eqn.primitive.name](*given, **own)
+            attributes = {name: params[name] for name in ("y", "shape", "new_dtype") if name in params}
+            values[eqn.outvars[0]] = ELEMENTWISE[eqn.primitive.name](*operands, **attributes)
     return read(closed.jaxpr.outvars[0])
 
 

@@ -30,11 +30,11 @@ reference = by_name(definition.reference)
 def everything(run, case, scale=0.125):
     """A compiled function of (arrays, bounds) to output, log-sum-exp and the gradients of all that is there."""
 
-    def results(given, start, end):
-        inputs = {name: given[name] for name in ("q", "k", "v", "sinks") if given[name] is not None}
+    def results(arrays, start, end):
+        inputs = {name: arrays[name] for name in ("q", "k", "v", "sinks") if arrays[name] is not None}
         call = lambda x: run(**x, k_start=start, k_end=end, scale=scale, softcap=case.softcap)
         (out, lse), vjp = jax.vjp(call, inputs)
-        return {"out": out, "lse": lse} | vjp((given["d_out"], given["d_lse"].astype(lse.dtype)))[0]
+        return {"out": out, "lse": lse} | vjp((arrays["d_out"], arrays["d_lse"].astype(lse.dtype)))[0]
 
     return compiled(results)
 
@@ -42,8 +42,8 @@ def everything(run, case, scale=0.125):
 def values(run, case, scale=0.125):
     """The same without gradients, for which there may be kernels of their own."""
 
-    def results(given, start, end):
-        inputs = {name: given[name] for name in ("q", "k", "v", "sinks")}
+    def results(arrays, start, end):
+        inputs = {name: arrays[name] for name in ("q", "k", "v", "sinks")}
         out, lse = run(**inputs, k_start=start, k_end=end, scale=scale, softcap=case.softcap)
         return {"out": out, "lse": lse}
 
@@ -56,13 +56,13 @@ def compiled(fn):
 
 def check(run, case, masks, dtype, tol, scale=0.125, results=everything, truth=reference):
     """Compares with the reference in float64, as norms: errors are those of the whole array."""
-    given, ours = cases.arrays(case, dtype), results(run, case, scale)
+    inputs, ours = cases.arrays(case, dtype), results(run, case, scale)
     with jax.enable_x64(True):
         truth = results(truth, case, scale)
-        as_float64 = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), given)
+        as_float64 = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), inputs)
     for mask in masks:
         bounds = cases.bounds(*mask, case.lengths)
-        got = ours(given, *bounds)
+        got = ours(inputs, *bounds)
         with jax.enable_x64(True):
             want = truth(as_float64, *map(np.asarray, bounds))
         for name, x in want.items():

@@ -31,11 +31,11 @@ def everything(run, case):
     """A compiled function of (arrays, bounds) to output, log-sum-exp and the gradients of all that is there."""
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
-    def results(given, start, end):
-        inputs = {name: given[name] for name in ("q", "k", "v", "sinks", "bias") if given[name] is not None}
+    def results(arrays, start, end):
+        inputs = {name: arrays[name] for name in ("q", "k", "v", "sinks", "bias") if arrays[name] is not None}
         call = lambda x: run(**x, k_start=start, k_end=end, scale=0.7, softcap=case.softcap)
         (out, lse), vjp = jax.vjp(call, inputs)
-        return out, lse, vjp((given["d_out"], given["d_lse"].astype(lse.dtype)))[0]
+        return out, lse, vjp((arrays["d_out"], arrays["d_lse"].astype(lse.dtype)))[0]
 
     return results
 
@@ -46,9 +46,9 @@ def close(got, want, tol=1e-11):
 
 
 def check(name, case):
-    given, ours, truth = cases.arrays(case), everything(RUNS[name], case), everything(reference, case)
+    inputs, ours, truth = cases.arrays(case), everything(RUNS[name], case), everything(reference, case)
     for start, end in cases.all_bounds(case.lengths).values():
-        close(ours(given, start, end), truth(given, start, end))
+        close(ours(inputs, start, end), truth(inputs, start, end))
 
 
 # The first four have every value of every feature; the others, every pair of values.
@@ -92,12 +92,12 @@ def test_low_precision_is_as_good_as_the_dtype(dtype):
 
 
 def test_keys_and_values_of_another_dtype_are_read_in_the_queries_dtype():
-    given = cases.arrays(cases.Case((4, 2), (8, 8), (1, 33), None, False, None), jnp.float32)
-    k, v = given["k"].astype(jnp.bfloat16), given["v"].astype(jnp.bfloat16)
+    inputs = cases.arrays(cases.Case((4, 2), (8, 8), (1, 33), None, False, None), jnp.float32)
+    k, v = inputs["k"].astype(jnp.bfloat16), inputs["v"].astype(jnp.bfloat16)
     for name in NAMES:
-        mixed = run(given["q"], k, v, implementation=name)
+        mixed = run(inputs["q"], k, v, implementation=name)
         assert mixed.dtype == jnp.float32
-        close(mixed, run(given["q"], k.astype(jnp.float32), v.astype(jnp.float32), implementation=name), 1e-5)
+        close(mixed, run(inputs["q"], k.astype(jnp.float32), v.astype(jnp.float32), implementation=name), 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ invariances
@@ -108,8 +108,8 @@ PLAIN = cases.Case((4, 2), (8, 8), (37, 37), None, False, None)
 
 @pytest.fixture
 def qkv(float64):
-    given = cases.arrays(PLAIN)
-    return [given[name] for name in ("q", "k", "v")]
+    inputs = cases.arrays(PLAIN)
+    return [inputs[name] for name in ("q", "k", "v")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,8 +125,8 @@ def test_a_sink_of_minus_infinity_is_none(name, qkv):
         of_sinks, *others = vjp((jnp.ones_like(out), jnp.ones_like(lse)))
         return (out, lse, others), of_sinks
 
-    (found, gradient), (without, _) = results(jnp.full(4, -jnp.inf)), results(None)
-    close(found, without)
+    (with_sink, gradient), (without, _) = results(jnp.full(4, -jnp.inf)), results(None)
+    close(with_sink, without)
     np.testing.assert_array_equal(gradient, np.zeros(4))
 
 
@@ -164,27 +164,27 @@ def test_packed_is_separate(name, qkv):
 def test_the_scale_is_that_of_the_key_width_unless_given(qkv):
     @jax.jit
     def results(q, k, v):
-        by_default, given = attention(q, k, v), attention(q, k, v, scale=8**-0.5)
-        return (by_default, given), (attention(2 * q, k, v, scale=0.3), attention(q, k, v, scale=0.6))
+        by_default, explicit = attention(q, k, v), attention(q, k, v, scale=8**-0.5)
+        return (by_default, explicit), (attention(2 * q, k, v, scale=0.3), attention(q, k, v, scale=0.6))
 
-    for one, other in results(*qkv):
-        close(one, other)
+    for default, other in results(*qkv):
+        close(default, other)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_decoding_equals_the_last_row(name, qkv):
     q, k, v = qkv
     start, end = cases.bounds("window", "packed", PLAIN.lengths)
-    whole = run(q, k, v, k_start=start, k_end=end, implementation=name)
+    all_rows = run(q, k, v, k_start=start, k_end=end, implementation=name)
     cache = [jnp.pad(x, ((0, 0), (0, 500), (0, 0), (0, 0))) for x in (k, v)]
     token = run(q[:, -1:], *cache, k_start=start[:, -1:], k_end=end[:, -1:], implementation=name)
-    close(token, whole[:, -1:])
+    close(token, all_rows[:, -1:])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_width_in_place_of_values_takes_the_first_channels_of_the_keys(name):
     """In values and gradients; keys get the gradients of both."""
-    given = cases.arrays(cases.Case((4, 1), (8, 6), (18, 35), None, False, None))
+    inputs = cases.arrays(cases.Case((4, 1), (8, 6), (18, 35), None, False, None))
     start, end = cases.bounds("causal", "padded", (18, 35))
     run = functools.partial(attention, implementation=name, k_start=start, k_end=end)
 
@@ -192,8 +192,8 @@ def test_a_width_in_place_of_values_takes_the_first_channels_of_the_keys(name):
         out, pull = jax.vjp(lambda q, k: run(q, k, values(k)), q, k)
         return out, pull(d_out)
 
-    given = given["q"], given["k"], given["d_out"]
-    both = lambda values: jax.jit(functools.partial(results, values=values), compiler_options=QUICKLY)(*given)
+    inputs = inputs["q"], inputs["k"], inputs["d_out"]
+    both = lambda values: jax.jit(functools.partial(results, values=values), compiler_options=QUICKLY)(*inputs)
     close(both(lambda k: 6), both(lambda k: k[..., :6]))
 
 

@@ -100,15 +100,15 @@ RUNS = [reference, by_name(chunked, tiles=ChunkedTiles(16, 16))]
 
 @pytest.fixture
 def inputs(float64):
-    given = cases.arrays(CASE, batch=8)
+    arrays = cases.arrays(CASE, batch=8)
     bounds = tuple(jnp.tile(x, (4, 1)) for x in cases.bounds("window", "padded", CASE.lengths))
-    return [given[name] for name in ("q", "k", "v", "sinks", "bias")], bounds
+    return [arrays[name] for name in ("q", "k", "v", "sinks", "bias")], bounds
 
 
 def both(make):
     """Compares the results of `make` with the blockwise implementation and with the reference."""
-    found = compiled(lambda: [make(run) for run in RUNS])()
-    for x, y in zip(*map(jax.tree.leaves, found), strict=True):
+    results = compiled(lambda: [make(run) for run in RUNS])()
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
 
 

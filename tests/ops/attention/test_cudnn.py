@@ -46,19 +46,19 @@ def plain(monkeypatch):
 def test_heads_of_two_widths_are_padded_and_nothing_changes(kind, widths, padded, plain, monkeypatch):
     """Values and gradients; cuDNN's backward kernels for Blackwell have no heads between 128 and 256."""
     monkeypatch.setattr(cudnn, "current_device", lambda: ("gpu", kind))
-    given, bounds = arrays(jnp.float32, *widths), cases.bounds("causal", "one", (37, 37))
+    inputs, bounds = arrays(jnp.float32, *widths), cases.bounds("causal", "one", (37, 37))
     bounds = dict(zip(("k_start", "k_end"), bounds, strict=True))
 
     def results(run, **more):
-        out, pull = jax.vjp(lambda *x: run(*x, **bounds, scale=0.1, **more)[0], *given)
+        out, pull = jax.vjp(lambda *x: run(*x, **bounds, scale=0.1, **more)[0], *inputs)
         return [out, *pull(out)]
 
     about = ops.MaskHint(ops.StaticMask("causal", aligned=True))
     got = jax.jit(lambda: results(by_name(cudnn.cudnn), mask_hint=about))()
     assert plain == [padded]
-    for one, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
-        np.testing.assert_allclose(one, want, atol=2e-5, rtol=1e-5)
-    q, k, v = (jax.ShapeDtypeStruct((2, 4096, *x.shape[2:]), jnp.bfloat16) for x in given)
+    for result, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
+        np.testing.assert_allclose(result, want, atol=2e-5, rtol=1e-5)
+    q, k, v = (jax.ShapeDtypeStruct((2, 4096, *x.shape[2:]), jnp.bfloat16) for x in inputs)
     ends = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     options = dict(k_start=ends, k_end=ends, mask_hint=about.static, device=("gpu", kind))
     # On Hopper mosaic_gpu takes wide heads of two widths as they are, and is faster.
@@ -70,12 +70,12 @@ def test_heads_of_two_widths_are_padded_and_nothing_changes(kind, widths, padded
 )
 def test_the_named_mask_is_the_intervals(mask, plain):
     start, end = cases.bounds(mask, "one", (37, 37))
-    given, bounds = arrays(), dict(k_start=start, k_end=end)
+    inputs, bounds = arrays(), dict(k_start=start, k_end=end)
     about = ops.MaskHint(cases.MASKS[mask].static)
-    out, _ = jax.jit(lambda given, bounds: by_name(cudnn.cudnn)(*given, **bounds, scale=0.3, mask_hint=about))(
-        given, bounds
+    out, _ = jax.jit(lambda inputs, bounds: by_name(cudnn.cudnn)(*inputs, **bounds, scale=0.3, mask_hint=about))(
+        inputs, bounds
     )
-    want, _ = jax.jit(lambda given, bounds: reference(*given, **bounds, scale=0.3))(given, bounds)
+    want, _ = jax.jit(lambda inputs, bounds: reference(*inputs, **bounds, scale=0.3))(inputs, bounds)
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
 
 

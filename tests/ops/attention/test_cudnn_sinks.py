@@ -28,24 +28,24 @@ def hint(mask):
     return ops.MaskHint(ops.StaticMask(static.kind, static.window, aligned=True))
 
 
-def results(run, given, mask, **more):
+def results(run, inputs, mask, **more):
     """The output, and the gradients of q, k, v and sinks."""
 
     @jax.jit
-    def both(given, start, end):
+    def both(inputs, start, end):
         call = lambda *x: run(*x[:3], sinks=x[3], k_start=start, k_end=end, scale=0.3, **more)[0]
-        out, pull = jax.vjp(call, *(given[name] for name in ("q", "k", "v", "sinks")))
-        return [out, *pull(given["d_out"])]
+        out, pull = jax.vjp(call, *(inputs[name] for name in ("q", "k", "v", "sinks")))
+        return [out, *pull(inputs["d_out"])]
 
-    return both(given, *cases.bounds(mask, "one", LENGTHS))
-
-
-def by_cudnn(given, mask):
-    return results(by_name(cudnn.cudnn), given, mask, mask_hint=hint(mask))
+    return both(inputs, *cases.bounds(mask, "one", LENGTHS))
 
 
-def truth(given, mask):
-    exact = {name: np.asarray(x).astype(np.float64) for name, x in given.items() if x is not None}
+def by_cudnn(inputs, mask):
+    return results(by_name(cudnn.cudnn), inputs, mask, mask_hint=hint(mask))
+
+
+def truth(inputs, mask):
+    exact = {name: np.asarray(x).astype(np.float64) for name, x in inputs.items() if x is not None}
     cases.bounds(mask, "one", LENGTHS)
     with jax.enable_x64(True):
         return [np.asarray(x) for x in results(reference, exact, mask)]
@@ -57,8 +57,8 @@ def errors(got, want):
 
 
 def given_for(heads, widths=(8, 8), dtype=jnp.float32, shift=0.0):
-    given = cases.arrays(cases.Case(heads, widths, LENGTHS, None, True, None), dtype)
-    return given | {"sinks": given["sinks"].astype(jnp.float32) + shift}
+    inputs = cases.arrays(cases.Case(heads, widths, LENGTHS, None, True, None), dtype)
+    return inputs | {"sinks": inputs["sinks"].astype(jnp.float32) + shift}
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def given_for(heads, widths=(8, 8), dtype=jnp.float32, shift=0.0):
     ],
 )
 def test_values_and_gradients_are_those_of_the_definition(heads, widths, mask, shift, emulated):
-    given = given_for(heads, widths, shift=shift)
-    got = by_cudnn(given, mask)
-    assert max(errors(got, truth(given, mask))) < 2e-6
+    inputs = given_for(heads, widths, shift=shift)
+    got = by_cudnn(inputs, mask)
+    assert max(errors(got, truth(inputs, mask))) < 2e-6
 
 
 def test_a_head_without_a_sink_is_plain_attention(emulated):
     """A sink of -inf takes no weight, and has no gradient."""
-    given = given_for((4, 2))
-    given["sinks"] = given["sinks"].at[1].set(-jnp.inf)
-    *got, d_sinks = by_cudnn(given, "causal")
-    *want, wanted = results(reference, given, "causal")
+    inputs = given_for((4, 2))
+    inputs["sinks"] = inputs["sinks"].at[1].set(-jnp.inf)
+    *got, d_sinks = by_cudnn(inputs, "causal")
+    *want, wanted = results(reference, inputs, "causal")
     assert max(errors(got, want)) < 2e-6 and d_sinks[1] == 0
     np.testing.assert_allclose(d_sinks, wanted, rtol=1e-5, atol=1e-6)
 
@@ -88,7 +88,7 @@ def test_a_head_without_a_sink_is_plain_attention(emulated):
 @pytest.mark.parametrize("checked", [True, False], ids=["vma", "no vma"])
 def test_in_shard_map_every_device_has_its_rows_and_heads(checked, emulated):
     """Gradients of sinks are summed over the devices that hold rows."""
-    given, mask = given_for((4, 2)), hint("window")
+    inputs, mask = given_for((4, 2)), hint("window")
     mesh = jax.make_mesh(
         (2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
@@ -103,36 +103,36 @@ def test_in_shard_map_every_device_has_its_rows_and_heads(checked, emulated):
         mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=here, check_vma=checked)
         return mapped(q, k, v, sinks, k_start, k_end), None
 
-    got = results(run, {name: given[name] for name in (*names, "d_out")}, "window")
-    assert max(errors(got, truth(given, "window"))) < 2e-6
+    got = results(run, {name: inputs[name] for name in (*names, "d_out")}, "window")
+    assert max(errors(got, truth(inputs, "window"))) < 2e-6
 
 
 def test_on_a_mesh_jax_splits_rows_and_heads(emulated):
     """Outside of `shard_map`, by JAX's rules for its primitives."""
-    given = given_for((4, 2))
+    inputs = given_for((4, 2))
     mesh = jax.make_mesh(
         (2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
     place = lambda x: jax.device_put(
         x, jax.NamedSharding(mesh, P("heads") if x.ndim == 1 else P("rows", None, "heads"))
     )
-    placed = {name: place(given[name]) for name in ("q", "k", "v", "sinks", "d_out")}
+    placed = {name: place(inputs[name]) for name in ("q", "k", "v", "sinks", "d_out")}
     got = by_cudnn(placed, "window")
     assert got[0].sharding.spec[:3] == ("rows", None, "heads")
-    assert max(errors(got, truth(given, "window"))) < 2e-6
+    assert max(errors(got, truth(inputs, "window"))) < 2e-6
 
 
 def test_the_output_can_be_kept_for_the_backward_pass(emulated):
     """With a policy that keeps the named results, the forward kernel runs once in a step; without it twice."""
-    given, (start, end) = given_for((4, 2)), cases.bounds("causal", "one", LENGTHS)
+    inputs, (start, end) = given_for((4, 2)), cases.bounds("causal", "one", LENGTHS)
 
     def loss(q):
         more = {"k_start": start, "k_end": end, "scale": 0.3, "mask_hint": hint("causal")}
-        return by_name(cudnn.cudnn)(q, given["k"], given["v"], sinks=given["sinks"], **more)[0].sum()
+        return by_name(cudnn.cudnn)(q, inputs["k"], inputs["v"], sinks=inputs["sinks"], **more)[0].sum()
 
     kept = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
     for policy, calls in ((kept, 1), (None, 2)):
-        step = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(given["q"]))
+        step = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(inputs["q"]))
         assert step.count("= dot_product_attention_fwd_wrapper[") == calls, step
 
 

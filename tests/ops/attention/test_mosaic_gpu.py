@@ -103,9 +103,9 @@ def test_a_cache_of_which_little_is_filled(emulated):
 
 def equal_with_a_cache(case, lengths, *runs):
     """Results where rows have these numbers of tokens."""
-    given, start = cases.arrays(case, jnp.float32), np.zeros((2, 1), np.int32)
+    inputs, start = cases.arrays(case, jnp.float32), np.zeros((2, 1), np.int32)
     for filled in lengths:
-        got, want = (run(given, start, start + filled) for run in runs)
+        got, want = (run(inputs, start, start + filled) for run in runs)
         for name in want:
             np.testing.assert_allclose(got[name], want[name], atol=1e-5, err_msg=f"{name} {filled}")
 
@@ -153,8 +153,8 @@ def test_gradients_of_latents_are_those_of_keys_and_values(emulated):
 @pytest.mark.full
 def test_other_tiles_than_its_own(emulated):
     """One warpgroup, three stages, and kernels of their own for dk and dv."""
-    one = config.Tiles(1, 64, 3)
-    run = functools.partial(mosaic_gpu, tiles=config.HopperAttentionTiles(one, one, one, one, one))
+    tiles = config.Tiles(1, 64, 3)
+    run = functools.partial(mosaic_gpu, tiles=config.HopperAttentionTiles(tiles, tiles, tiles, tiles, tiles))
     case = cases.Case((2, 1), (64, 64), (150, 200), None, True, None)
     check(run, case, some_masks(case, 1), jnp.float32, 1e-5)
 
@@ -173,10 +173,10 @@ CUSTOM_CALL = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 def lower(case, dtype=jnp.bfloat16):
     """Everything that the compiler for GPUs does before it needs CUDA: layouts, shared memory, instructions."""
-    given = jax.eval_shape(lambda: cases.arrays(case, dtype))
+    inputs = jax.eval_shape(lambda: cases.arrays(case, dtype))
     bounds = [jax.ShapeDtypeStruct((2, case.lengths[0]), jnp.int32)] * 2
     return export.export(everything(mosaic_gpu, case), platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(
-        given, *bounds
+        inputs, *bounds
     )
 
 
@@ -186,7 +186,7 @@ BY_DEFAULT = [((256, 256), 30.0, jnp.bfloat16)]  # the widest, with the most ker
 
 @no_gpu
 @pytest.mark.parametrize(
-    ("widths", "softcap", "dtype"), [slow_if(one not in BY_DEFAULT, *one) for one in LOWERED], ids=str
+    ("widths", "softcap", "dtype"), [slow_if(case not in BY_DEFAULT, *case) for case in LOWERED], ids=str
 )
 def test_every_kernel_lowers(widths, softcap, dtype):
     text = lower(cases.Case((8, 2), widths, (1001, 777), softcap, True, None), dtype).mlir_module()
@@ -198,9 +198,11 @@ def test_every_kernel_lowers(widths, softcap, dtype):
 @pytest.mark.parametrize("widths", [slow_if(w != (256, 256), w) for w in [(80, 80), (192, 128), (256, 256)]], ids=str)
 def test_decoding_lowers(widths):
     case = cases.Case((8, 2), widths, (4, 4096), None, True, None)
-    given = jax.eval_shape(lambda: cases.arrays(case, jnp.bfloat16))
+    inputs = jax.eval_shape(lambda: cases.arrays(case, jnp.bfloat16))
     bounds = [jax.ShapeDtypeStruct((2, 4), jnp.int32)] * 2
-    lowered = export.export(values(mosaic_gpu, case), platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(given, *bounds)
+    lowered = export.export(values(mosaic_gpu, case), platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(
+        inputs, *bounds
+    )
     assert lowered.mlir_module().count("@mosaic_gpu_v2(") == 1
 
 
@@ -208,10 +210,10 @@ def test_decoding_lowers(widths):
 @pytest.mark.parametrize("widths", [(576, 512), slow_if(True, (320, 256)), slow_if(True, (144, 128))], ids=str)
 def test_decoding_latents_lowers(widths):
     shapes = {"q": (2, 2, 128, widths[0]), "k": (2, 4096, 1, widths[0]), "v": (2, 4096, 1, widths[1])}
-    given = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    inputs = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     bounds = {name: jax.ShapeDtypeStruct((2, 2), jnp.int32) for name in ("k_start", "k_end")}
     run = jax.jit(functools.partial(mosaic_gpu_mla, scale=0.1))
-    lowered = export.export(run, platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(**given, **bounds)
+    lowered = export.export(run, platforms=["cuda"], disabled_checks=[CUSTOM_CALL])(**inputs, **bounds)
     assert lowered.mlir_module().count("@mosaic_gpu_v2(") == 1
 
 
@@ -254,10 +256,10 @@ def test_visited_and_full_tiles_are_those_of_the_mask(mask, emulated):
     visited, full = TILES(start, end, 96, 16, 24)
     assert not (blocks.any((2, 4)) & ~np.asarray(visited)).any()
     np.testing.assert_array_equal(full, blocks.all((2, 4)))
-    for rows, whole in ((visited, full), (visited.swapaxes(1, 2), full.swapaxes(1, 2))):
-        walks = np.asarray(WALK(rows, whole)).reshape(-1, 4)
-        rows, whole = (np.asarray(x).reshape(-1, x.shape[2]) for x in (rows, whole))
-        for steps, row, full_row in zip(walks, rows, whole, strict=True):
+    for rows, full_rows in ((visited, full), (visited.swapaxes(1, 2), full.swapaxes(1, 2))):
+        walks = np.asarray(WALK(rows, full_rows)).reshape(-1, 4)
+        rows, full_rows = (np.asarray(x).reshape(-1, x.shape[2]) for x in (rows, full_rows))
+        for steps, row, full_row in zip(walks, rows, full_rows, strict=True):
             order = [int(memory.column(step, steps[0], steps[2], steps[3])) for step in range(steps[1])]
             assert sorted(order) == list(range(steps[0], steps[0] + steps[1]))
             assert set(np.flatnonzero(row)) <= set(order)
@@ -283,7 +285,7 @@ def test_shards_of_a_batch_lower(check_vma):
     """Keys that every device has, whose gradients are sums over devices, and queries that are split."""
     mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")
     case = cases.Case((4, 2), (64, 64), (300, 300), None, True, None)
-    given, (start, end) = cases.arrays(case, jnp.bfloat16, batch=8), cases.bounds("causal", "one", case.lengths)
+    inputs, (start, end) = cases.arrays(case, jnp.bfloat16, batch=8), cases.bounds("causal", "one", case.lengths)
     start, end = (jnp.tile(x, (4, 1)) for x in (start, end))
 
     def both(q, k, v, sinks, start, end, d):
@@ -292,7 +294,7 @@ def test_shards_of_a_batch_lower(check_vma):
         return out, *pull(d)
 
     options = {"in_specs": (*[split] * 3, P(), *[split] * 3), "out_specs": (*[split] * 4, P()), "check_vma": check_vma}
-    arrays = (*(given[name] for name in ("q", "k", "v", "sinks")), start, end, given["d_out"])
+    arrays = (*(inputs[name] for name in ("q", "k", "v", "sinks")), start, end, inputs["d_out"])
     check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     run = jax.jit(jax.shard_map(both, mesh=mesh, **options))
     text = export.export(run, platforms=["cuda"], disabled_checks=[check])(*arrays).mlir_module()
@@ -324,8 +326,8 @@ def test_on_a_gpu_decoding_latents_equals_the_reference(case):
 @gpu
 def test_on_a_gpu_gradients_are_the_same_in_every_run():
     case = cases.Case((8, 2), (128, 128), (1000, 1000), None, True, None)
-    given, run = cases.arrays(case, jnp.bfloat16), everything(mosaic_gpu, case)
+    inputs, run = cases.arrays(case, jnp.bfloat16), everything(mosaic_gpu, case)
     bounds = cases.bounds("causal", "padded", case.lengths)
-    first = jax.device_get(run(given, *bounds))
+    first = jax.device_get(run(inputs, *bounds))
     for _ in range(5):
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run(given, *bounds)), first)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run(inputs, *bounds)), first)

@@ -33,14 +33,14 @@ def formula(q, k, v, start, end, scale, softcap=None, sinks=None, bias=None):
 @pytest.mark.parametrize("case", [CASE, cases.Case((3, 3), (4, 4), (9, 9), None, False, None)], ids=str)
 @pytest.mark.parametrize("documents", cases.DOCUMENTS)
 def test_equals_the_textbook(case, documents, float64):
-    given = cases.arrays(case)
+    inputs = cases.arrays(case)
     start, end = cases.bounds("window", documents, case.lengths)
-    options = {"scale": 0.7, "softcap": case.softcap, "sinks": given["sinks"], "bias": given["bias"]}
+    options = {"scale": 0.7, "softcap": case.softcap, "sinks": inputs["sinks"], "bias": inputs["bias"]}
     run = jax.jit(functools.partial(reference, scale=options.pop("scale"), softcap=options.pop("softcap")))
-    got = run(given["q"], given["k"], given["v"], k_start=start, k_end=end, **options)
+    got = run(inputs["q"], inputs["k"], inputs["v"], k_start=start, k_end=end, **options)
     options |= {"scale": 0.7, "softcap": case.softcap}
     options = jax.tree.map(np.asarray, options)
-    want = formula(*(np.asarray(x) for x in (given["q"], given["k"], given["v"], start, end)), **options)
+    want = formula(*(np.asarray(x) for x in (inputs["q"], inputs["k"], inputs["v"], start, end)), **options)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
 
@@ -48,21 +48,21 @@ def test_equals_the_textbook(case, documents, float64):
 @pytest.mark.parametrize("window", [None, 5])
 def test_equals_jax_nn(window, float64):
     case = cases.Case((4, 2), (8, 8), (21, 21), None, False, (True, True))
-    given = cases.arrays(case)
+    inputs = cases.arrays(case)
     start, end = cases.bounds("causal" if window is None else "window", "one", case.lengths)
     start = start if window is None else jnp.maximum(end - window, 0)
     ours = lambda q, k, v, bias: reference(q, k, v, k_start=start, k_end=end, scale=8**-0.5, bias=bias)[0]
     theirs = lambda q, k, v, bias: jax.nn.dot_product_attention(
         q, k, v, bias, is_causal=True, local_window_size=None if window is None else (window - 1, 0)
     )
-    x = [given[name] for name in ("q", "k", "v", "bias")]
+    x = [inputs[name] for name in ("q", "k", "v", "bias")]
 
     @jax.jit
     def results(d_out, *x):
         (got, got_vjp), (want, want_vjp) = jax.vjp(ours, *x), jax.vjp(theirs, *x)
         return got, want, got_vjp(d_out), want_vjp(d_out)
 
-    got, want, got_gradients, want_gradients = results(given["d_out"], *x)
+    got, want, got_gradients, want_gradients = results(inputs["d_out"], *x)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)  # theirs has a softmax in float32
     for a, b in zip(got_gradients, want_gradients, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -71,17 +71,17 @@ def test_equals_jax_nn(window, float64):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("documents", ["one", "padded"])
 def test_gradients_equal_finite_differences(sinks, documents, float64):
-    given = cases.arrays(CASE)
+    inputs = cases.arrays(CASE)
     start, end = cases.bounds("window", documents, CASE.lengths)
     names = ["q", "k", "v", "bias"] + ["sinks"] * sinks
 
     @jax.jit
     def results(*x):
-        given = dict(zip(names, map(jnp.asarray, x), strict=True))
-        out, lse = reference(**given, k_start=start, k_end=end, scale=0.7, softcap=2.0)
+        inputs = dict(zip(names, map(jnp.asarray, x), strict=True))
+        out, lse = reference(**inputs, k_start=start, k_end=end, scale=0.7, softcap=2.0)
         return out, jnp.where(jnp.isfinite(lse), lse, 0.0)
 
-    check_grads(results, [given[name] for name in names], order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+    check_grads(results, [inputs[name] for name in names], order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
 def test_split_keys_of_an_empty_interval_weigh_nothing():

@@ -71,8 +71,8 @@ def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeyp
     T, case = 260, cases.Case((2, 1), (16, 16), (260, 260), None, False, None)
     start, end = cases.bounds(name, "packed", (T, T))
     ids, about = cases.tokens("packed", T, T).start, known(name, "packed", T, T)
-    given = cases.arrays(case, jnp.float32)
-    q, k, v = (given[name] for name in "qkv")
+    inputs = cases.arrays(case, jnp.float32)
+    q, k, v = (inputs[name] for name in "qkv")
     turn = lambda x: sharding.layers.zigzag(x, "batch", "seq", *[None] * (x.ndim - 2))
     back = lambda x: sharding.layers.unzigzag(x, "batch", "seq", *[None] * (x.ndim - 2))
     layout = sharding.Layout(sharding.make_mesh(context=2, devices=jax.devices()[:2]), sharding.DP | sharding.CP_RING)
@@ -91,7 +91,7 @@ def test_in_a_ring_the_parts_of_the_keys_are_masked_too(name, gradients, monkeyp
         )
         return back(out)
 
-    pulled = lambda y, pull: (y, *pull(given["d_out"]))
+    pulled = lambda y, pull: (y, *pull(inputs["d_out"]))
     both = lambda run: jax.jit(lambda *x: pulled(*jax.vjp(run, *x)) if gradients else (run(*x),))
     with sharding.use(layout):
         got = both(ring)(q, k, v)

@@ -68,19 +68,19 @@ def kernel(request, monkeypatch):
 
 def compare(kernel, lengths, mask, documents, static, softcap=None):
     case = cases.Case((4, 2), (8, 6), lengths, softcap, False, None)
-    given = cases.arrays(case, jnp.float32)
+    inputs = cases.arrays(case, jnp.float32)
     bounds = dict(zip(("k_start", "k_end"), cases.bounds(mask, documents, lengths), strict=True))
 
     def results(run, **more):
         call = lambda q, k, v: run(q, k, v, **bounds, scale=0.3, softcap=softcap, **more)[0]
-        out, pull = jax.vjp(call, *(given[name] for name in "qkv"))
-        return [out, *pull(given["d_out"])]
+        out, pull = jax.vjp(call, *(inputs[name] for name in "qkv"))
+        return [out, *pull(inputs["d_out"])]
 
     known = static and ops.MaskHint(static)
     with jax.numpy_rank_promotion("allow"):  # tokamax's own code broadcasts
         got = jax.jit(lambda: results(by_name(tokamax_gpu.tokamax), mask_hint=known, kernel=kernel))()
-    for one, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
-        np.testing.assert_allclose(one, want, atol=1e-5, rtol=1e-5)
+    for result, want in zip(got, jax.jit(lambda: results(reference))(), strict=True):
+        np.testing.assert_allclose(result, want, atol=1e-5, rtol=1e-5)
 
 
 # By default each mask with other documents.

@@ -34,17 +34,17 @@ def interpreted(monkeypatch):
 
 def results(run, case, mask, documents, dtype, scale=0.3, **options):
     """Output and gradients of q, k, v and sinks, as float64."""
-    given = {name: x for name, x in cases.arrays(case, dtype).items() if x is not None}
+    arrays = {name: x for name, x in cases.arrays(case, dtype).items() if x is not None}
     bounds = dict(zip(("k_start", "k_end"), cases.bounds(mask, documents, case.lengths), strict=True))
     call = lambda inputs: run(**inputs, **bounds, scale=scale, softcap=case.softcap, **options)[0]
-    inputs = {name: given[name] for name in ("q", "k", "v", "sinks") if name in given}
+    inputs = {name: arrays[name] for name in ("q", "k", "v", "sinks") if name in arrays}
 
     def both(inputs, d_out):
         out, pull = jax.vjp(call, inputs)
         return {"out": out} | {f"d_{name}": x for name, x in pull(d_out)[0].items()}
 
-    found = compiled(both)(inputs, given["d_out"])
-    return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
+    outputs = compiled(both)(inputs, arrays["d_out"])
+    return {name: np.asarray(x).astype(np.float64) for name, x in outputs.items()}
 
 
 def compare(case, mask, documents, dtype=jnp.float32, tol=1e-5, scale=0.3, **options):
@@ -81,7 +81,7 @@ MORE = [
 @needs_tokamax
 @no_gpu
 @pytest.mark.parametrize(
-    ("case", "mask", "documents"), [*(pytest.param(*one, id=name) for name, one in CASES.items()), *MORE]
+    ("case", "mask", "documents"), [*(pytest.param(*parameters, id=name) for name, parameters in CASES.items()), *MORE]
 )
 def test_equals_the_definition(case, mask, documents, interpreted):
     """Soft-caps, sinks, grouped heads, unequal widths, lengths that are multiples of no tile, queries after a cache."""
@@ -207,9 +207,9 @@ def test_where_tokamax_is_not_installed_the_reason_says_how(monkeypatch):
     monkeypatch.setattr(table, "is_installed", lambda least=(): not least)
     monkeypatch.setattr(table, "has_triton_attention", lambda: False)
     for kind, name in ((A100, "tokamax_triton"), (B200, "tokamax")):
-        found = explained(kind)
-        assert found.chosen == "chunked"
-        assert "needs tokamax 0.0.17: pip install 'maxlib[cuda]' on Python 3.12 or later" in found.refused[name]
+        choice = explained(kind)
+        assert choice.chosen == "chunked"
+        assert "needs tokamax 0.0.17: pip install 'maxlib[cuda]' on Python 3.12 or later" in choice.refused[name]
 
 
 def test_tiles_fit_the_devices():
