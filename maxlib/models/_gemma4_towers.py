@@ -105,7 +105,9 @@ class Positions(nnx.Module):
 
     def __call__(self, column: Int[Array, "R P"], row: Int[Array, "R P"]) -> Float[Array, "R P E"]:
         """Returns the position of each patch."""
-        columns, rows = (constrain(table[...], "position", None) for table in (self.columns, self.rows))
+        # In float32, as the gradient of a row is a sum over patches.
+        tables = (table[...].astype(jnp.float32) for table in (self.columns, self.rows))
+        columns, rows = (constrain(table, "position", None) for table in tables)
         return jnp.take(columns, column, axis=0) + jnp.take(rows, row, axis=0)
 
 

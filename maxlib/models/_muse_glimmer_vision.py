@@ -115,7 +115,8 @@ class ImageEncoder(PatchEncoder):
         """Returns the learned positions of patches, between which those of images of other sizes lie (bilinear); beyond
         the table are zeros.
         """
-        table = constrain(self.positions[...], "position", "position", None)
+        # In float32, as the gradient of a row is a sum over patches.
+        table = constrain(self.positions[...].astype(jnp.float32), "position", "position", None)
         (rows, down), (columns, right) = self._taps(at.row, at.height), self._taps(at.column, at.width)
         # [R, P, 2, 1] and [R, P, 1, 2] -> [R, P, 2, 2, E]
         near = table[rows[..., :, None], columns[..., None, :]]

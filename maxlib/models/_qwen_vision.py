@@ -153,7 +153,8 @@ class QwenVision(PatchEncoder):
 
     def _positions(self, at: nn.vision.PatchPositions) -> Float[Array, "R P E"]:
         """Returns the learned positions of patches, between which those of images of other sizes lie (bilinear)."""
-        w, last = constrain(self.positions[...], "position", None), self.side - 1
+        # In float32, as the gradient of a row is a sum over patches.
+        w, last = constrain(self.positions[...].astype(jnp.float32), "position", None), self.side - 1
 
         def ends(index, size):  # an image's first and last patch are at those of the table
             place = index.astype(jnp.float32) * last / jnp.maximum(size - 1, 1)

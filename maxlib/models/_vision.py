@@ -267,5 +267,6 @@ def bicubic(table: Float[Array, "side side E"], at: nn.vision.PatchPositions, dt
 
     (rows, down), (columns, right) = taps(at.row, at.height), taps(at.column, at.width)
     # [R, P, 4, 1] and [R, P, 1, 4] -> [R, P, 4, 4, E]
-    around = table[rows[..., :, None], columns[..., None, :]]
+    # In float32, as the gradient of a row is a sum over patches.
+    around = table.astype(jnp.float32)[rows[..., :, None], columns[..., None, :]]
     return jnp.einsum("rpa,rpb,rpabe->rpe", down, right, around).astype(dtype)

@@ -140,7 +140,7 @@ FIELDS = Fields(
     model_types={"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM"},
     model_type=lambda cfg: "roberta" if cfg.first_position else "bert",
     fixed={"hidden_act": "gelu", "tie_word_embeddings": True},
-    fixed_if_present={"position_embedding_type": "absolute"},
+    fixed_if_present={"position_embedding_type": "absolute", "is_decoder": False},
 )
 
 

@@ -2,7 +2,6 @@
 read the same input, LayerNorm, biases everywhere, a quarter of each head rotated.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +43,7 @@ class Block(nn.Layer):
             D, num_heads=cfg.num_heads, head_dim=cfg.head_dim, rope=cfg.rope, bias=bias, out_bias=bias, rngs=rngs
         )
         self.mlp_norm = nn.LayerNorm(D, eps=cfg.norm_eps)
-        act = functools.partial(jax.nn.gelu, approximate=not cfg.exact_gelu)
+        act = nn.vision.exact_gelu if cfg.exact_gelu else jax.nn.gelu
         self.mlp = nn.MLP(D, cfg.mlp_dim, act=act, rngs=rngs)
         self.parallel = cfg.parallel
 

@@ -103,8 +103,10 @@ class ModernBert(EncoderLM):
         """Returns the input of the head; with mean pooling that of a document's mean, at each of its tokens."""
         x = self.final_norm(x)
         if self.cfg.labels is not None and self.cfg.pooling == "mean":
-            real = jnp.ones(x.shape[:2], x.dtype) if ctx.valid is None else ctx.valid.astype(x.dtype)
-            x = jax.vmap(_mean_of_document)(x, real, ctx.start)
+            real = jnp.ones(x.shape[:2], bool) if ctx.valid is None else ctx.valid
+            # In bfloat16 neither sums nor counts would grow beyond a few hundred tokens.
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            x = jax.vmap(_mean_of_document)(x.astype(wide), real.astype(wide), ctx.start).astype(x.dtype)
         return super().leave(x, ctx)
 
 

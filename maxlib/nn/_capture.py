@@ -21,6 +21,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from maxlib._utils.loops import scan_counts
+from maxlib.nn.decoder._context import natural_order
 from maxlib.nn.mixer import SequenceMixer
 
 FIRST, LAYER = "embed", "resid_pre"  # the names that count layers
@@ -37,7 +38,7 @@ def capture(
         output, values = run(tokens, dtype=jnp.float32)  # values["heads"] is [2, B, T, N, H]
 
     It may be used under `jax.jit`, `jax.grad` and with a cache, packed rows or remat, and of a patched model. Only the
-    values of the layers asked for are stored.
+    values of the layers asked for are stored. Tokens are in natural order, also where devices split a sequence.
 
     Args:
         model: Any callable pytree, such as a `Decoder`, a part of it or a model of your own.
@@ -87,6 +88,19 @@ def patch(model: Any, replacements: Mapping[str, Replacement], *, layers: int | 
         TypeError: when called, if a function changes a value's shape or dtype.
         KeyError, ValueError: when called, as for `capture`.
     """
+    return patched(model, replacements, layers)
+
+
+def patched(
+    model: Any,
+    replacements: Mapping[str, Replacement],
+    layers: int | Iterable[int] | None = None,
+    *,
+    in_order: bool = True,
+) -> Any:
+    """Returns `patch(model, replacements, layers=layers)`; without `in_order` its functions may get tokens in zigzag
+    order.
+    """
     base: Any = type(model)
     chosen = _numbers(layers)
 
@@ -94,7 +108,7 @@ def patch(model: Any, replacements: Mapping[str, Replacement], *, layers: int | 
         return base.__call__(self, *args, **kwargs)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        taps = _Taps(frozenset(), replacements, chosen)
+        taps = _Taps(frozenset(), replacements, chosen, in_order=in_order)
         result, _ = _evaluated(call, (self, args, kwargs), taps)
         for name in replacements:
             missing = [layer for layer in chosen or () if layer not in taps.replaced.get(name, ())]
@@ -105,7 +119,7 @@ def patch(model: Any, replacements: Mapping[str, Replacement], *, layers: int | 
 
     patterns = PATTERN in map(_base, replacements)
     model = _with_reference_attention(model) if patterns else jax.tree.map(lambda leaf: leaf, model)
-    model.__class__ = type(base.__name__, (base,), {"__slots__": (), "__call__": __call__})
+    model.__class__ = type(base.__name__, (base,), {"__slots__": (), "__call__": __call__, "is_patched": True})
     return model
 
 
@@ -159,6 +173,7 @@ class _Taps:
         replacements: Functions by name.
         layers: Layers whose values are returned or replaced; None for all.
         strict: False skips names in places from where no value can be returned.
+        in_order: False leaves the tokens of a split sequence in zigzag order.
         replaced: Layers whose values were replaced, by name.
     """
 
@@ -166,6 +181,7 @@ class _Taps:
     replacements: Mapping[str, Replacement]
     layers: tuple[int, ...] | None
     strict: bool = True
+    in_order: bool = True
     replaced: dict[str, set[int | None]] = dataclasses.field(default_factory=dict)
 
     def wants(self, name: str) -> bool:
@@ -391,7 +407,8 @@ def _names_inside(eqn: Any) -> list[str]:
 
 def _evaluated(fn: Callable, arguments: Any, taps: _Taps) -> tuple[Any, list[_Value]]:
     """Returns the result of `fn(*arguments)` and the captured values."""
-    jaxpr, arrays, tree = _traced(fn, arguments)
+    with natural_order(natural_order.value or taps.in_order):
+        jaxpr, arrays, tree = _traced(fn, arguments)
     run = _Run(taps)
     return jax.tree.unflatten(tree, run(jaxpr.jaxpr, jaxpr.consts, arrays)), run.values
 

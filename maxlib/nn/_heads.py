@@ -112,9 +112,10 @@ class EmbeddingHead(nnx.Module):
             dim: Number of leading components to keep, before the norm (Matryoshka, arXiv:2205.13147); None for all.
         """
         x = pool(hidden, self.pooling, segment_ids=segment_ids, valid=valid, texts=texts)
+        exists = jnp.any(x != 0, axis=-1, keepdims=True)
         for layer in self.dense:
             x = layer(x) if self.activation is None else self.activation(layer(x))
-        x = x[..., :dim]
+        x = jnp.where(exists, x[..., :dim], 0)  # biases would make a vector of nothing
         return unit_vectors(x) if self.normalize else x
 
 

@@ -2,7 +2,9 @@
 feed-forward layers. Shapes: D width of the residual stream, F width of the MLP.
 """
 
+import copyreg
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.rows import take_rows
 from maxlib._xla_workarounds import for_each_token, gradient_as_stored
 from maxlib.hardware import current_device
 from maxlib.nn._initial_values import Init, normal, truncated_normal
@@ -221,7 +224,7 @@ class Embed(nnx.Module):
         """
         check_ids(tokens, self.w.shape[0])
         if tokens.ndim != 2:
-            return jnp.asarray(_rows(self.w[...], tokens), dtype)
+            return jnp.asarray(take_rows(self.w[...], tokens), dtype)
         # Devices that hold different parts of the width look up rows for each other, then exchange rows for width. So
         # neither the table nor its gradient is ever gathered.
         names = IfFree("batch"), IfFree("seq"), "embed"
@@ -230,18 +233,13 @@ class Embed(nnx.Module):
         layout = current()
         parts = (1, 1) if layout is None else (layout.axis_size("vocab"), layout.axis_size("embed"))
         table = gradient_as_stored(self.w[...], parts)
-        return constrain(jnp.asarray(_rows(table, tokens), dtype), *names)
+        return constrain(jnp.asarray(take_rows(table, tokens), dtype), *names)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns the scores of all tokens in float32, whatever the dtype of `x`."""
         check_ends(x, "D", self.w.shape[1:], "the embedding")
         # [..., D] -> [..., V]. The products are in the dtype of x, their sum in float32.
         return jnp.einsum("...D,VD->...V", x, jnp.asarray(self.w[...], x.dtype), preferred_element_type=jnp.float32)
-
-
-def _rows(table: Float[Array, "V D"], ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-    """Returns rows of a table; NaN for an id outside of it, also for a negative one."""
-    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def _constrain_hidden(h: Float[Array, "... F"]) -> Float[Array, "... F"]:
@@ -254,6 +252,17 @@ def check_act(act: Any) -> Callable:
     if not callable(act):
         raise TypeError(f"act must be a function, such as jax.nn.gelu, got {act!r:.80}")
     return act
+
+
+def _by_name(function: Any) -> Any:
+    """Pickles a function of a module by its name, as Python does those that are not wrapped; any other as usual."""
+    name = getattr(function, "__qualname__", "")
+    return name if getattr(sys.modules.get(function.__module__), name, None) is function else function.__reduce_ex__(4)
+
+
+# Otherwise no model with `jax.nn.silu` pickles, and a deep copy is of another structure.
+for _function in (jax.nn.silu, jax.nn.relu):
+    copyreg.pickle(type(_function), _by_name)
 
 
 class GatedMLP(nnx.Module):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.rows import take_rows
 from maxlib.nn._initial_values import normal
 from maxlib.nn._linear import Einsum, draw_key
 from maxlib.nn._ngram_hash import NgramHash
@@ -131,7 +132,7 @@ class NgramEmbedding(SequenceMixer):
         rows = self.hash(last)
         # [P, R, W] -> [P * R, W] -> [B, T, M, W] -> [B, T, M * W]
         table = self.table[...].reshape(-1, self.table.shape[2])
-        return constrain(table[rows].reshape(*rows.shape[:2], -1), "batch", "seq", None)
+        return constrain(take_rows(table, rows).reshape(*rows.shape[:2], -1), "batch", "seq", None)
 
     @property
     def _reach(self) -> int:

@@ -17,8 +17,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from maxlib.nn._capture import capture, patch
-from maxlib.sharding.layers import can_zigzag, unzigzag, zigzag
+from maxlib.nn._capture import capture, patched
+from maxlib.nn.decoder._context import natural_order
+from maxlib.sharding.layers import can_zigzag, zigzag
 
 EXPERTS = "router_experts"  # the name of the chosen ids
 _AXES = ("batch", "seq", None, None)
@@ -36,9 +37,7 @@ def record(model: Any) -> Callable[..., tuple[Any, Int[Array, "B T M X"]]]:
     def run(tokens: Int[Array, "B T"], **inputs: Any) -> tuple[Any, Int[Array, "B T M X"]]:
         output, values = capture(model, EXPERTS)(tokens, **inputs)
         # [M, B, T, X] -> [B, T, M, X]
-        routes = jnp.moveaxis(values[EXPERTS], 0, 2).astype(jnp.int16)
-        is_zigzag = inputs.get("cache") is None and _is_zigzag(model, tokens.shape[1])
-        return output, unzigzag(routes, *_AXES) if is_zigzag else routes
+        return output, jnp.moveaxis(values[EXPERTS], 0, 2).astype(jnp.int16)
 
     return run
 
@@ -72,12 +71,12 @@ def replay(model: Any, routes: Int[Any, "B T M X"]) -> Any:
         of_layer = jax.lax.dynamic_index_in_dim(jnp.asarray(routes), jnp.asarray(row_of)[layer], axis=2, keepdims=True)
         if of_layer[:, :, 0].shape != experts.shape:
             raise ValueError(f"routes of a layer must be {experts.shape}, as its router's, got {of_layer.shape}")
-        if _is_zigzag(model, experts.shape[1]):
+        if model.layers.is_reorderable and can_zigzag(experts.shape[1]) and not natural_order.value:
             of_layer = zigzag(of_layer, *_AXES)
         of_layer = of_layer[:, :, 0].astype(experts.dtype)
         return jnp.where(jnp.any(of_layer < 0, axis=-1, keepdims=True), experts, of_layer)
 
-    return patch(model, {EXPERTS: chosen})
+    return patched(model, {EXPERTS: chosen}, in_order=False)
 
 
 def route_rows(routes: Sequence[Int[np.ndarray, "_ M X"]], *, length: int) -> Int[np.ndarray, "B T M X"]:
@@ -113,11 +112,6 @@ def _expert_layers(model: Any) -> list[int]:
     return [i for i in range(len(model.layers)) if has_router(i)]
 
 
-def _is_zigzag(model: Any, length: int) -> bool:
-    """Returns True if the layers of a call without a cache have tokens in zigzag order."""
-    return model.layers.is_reorderable and can_zigzag(length)
-
-
 def with_dropout(model: Any, rates: Mapping[str, float], key: Key[Array, ""]) -> Any:
     """Returns a copy of `model` that drops elements of intermediate values (Srivastava et al. 2014): each is zero with
     its rate, else divided by the rest.
@@ -151,4 +145,4 @@ def with_dropout(model: Any, rates: Mapping[str, float], key: Key[Array, ""]) ->
 
         return drop
 
-    return patch(model, {name: dropped(rate) for name, rate in rates.items() if rate})
+    return patched(model, {name: dropped(rate) for name, rate in rates.items() if rate}, in_order=False)

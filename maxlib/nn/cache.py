@@ -96,6 +96,17 @@ class LayerCache:
         return None if self.capacity is None else KeyOrder(_count_keys(self.capacity, jnp.zeros_like(ctx.length)))
 
 
+class SlotCache(LayerCache):
+    """Base class of caches whose first array has a slot for each token, before the last axis; token `i` in slot `i`."""
+
+    can_rewind: ClassVar[bool] = True
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a row can hold."""
+        return jax.tree.leaves(self)[0].shape[-2]
+
+
 class KeyOrder(NamedTuple):
     """Tokens to which the keys of a cache belong.
 
@@ -140,7 +151,7 @@ def make_rewindable(layers: Any, slots: int) -> Any:
 
 
 @pytree
-class KVCache(LayerCache):
+class KVCache(SlotCache):
     """Cache of keys and values with `capacity` slots; token `i` is stored in slot `i`.
 
     Attributes:
@@ -148,16 +159,10 @@ class KVCache(LayerCache):
         v: Values, `B K S Hv`.
     """
 
-    can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "full"
 
     k: Num[Array, "B K S Hk"]
     v: Num[Array, "B K S Hv"]
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of tokens that a row can hold."""
-        return self.k.shape[-2]
 
     def extend(self, k: Array, v: Array, ctx: Context, k_start: Array, k_end: Array) -> Extended:
         """Stores the new tokens of each row after its cached ones, and returns all slots to attend to.
@@ -296,20 +301,14 @@ class QuantizedCache(LayerCache):
 
 
 @pytree
-class LatentCache(LayerCache):
+class LatentCache(SlotCache):
     """Cache of each token's normed latent followed by its rotated key part: `kv_rank + rope.dim` numbers for all
     heads.
     """
 
-    can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "latent"
 
     latent: Float[Array, "B S R"]
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of tokens that a row can hold."""
-        return self.latent.shape[-2]
 
     def extend(self, latent: Array, ctx: Context) -> "LatentCache":
         """Stores the latents of the new tokens."""
@@ -317,7 +316,7 @@ class LatentCache(LayerCache):
 
 
 @pytree
-class QuantizedLatentCache(LayerCache):
+class QuantizedLatentCache(SlotCache):
     """A `LatentCache` that stores latents rounded to int8 or float8.
 
     Args:
@@ -326,15 +325,9 @@ class QuantizedLatentCache(LayerCache):
         kv_rank: Numbers in the latent; the rest is the key part.
     """
 
-    can_rewind: ClassVar[bool] = True
     values: Num[Array, "B S R"]
     scales: Float[Array, "B S 2"]
     kv_rank: int = static()
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of tokens that a row can hold."""
-        return self.values.shape[-2]
 
     def extend(self, latent: Array, ctx: Context) -> "QuantizedLatentCache":
         """Stores the rounded latents of the new tokens."""

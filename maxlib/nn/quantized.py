@@ -23,8 +23,8 @@ _NF4 = (
 class QuantizedWeight(nnx.Module):
     """A weight stored as `values * scale`, with a scale per output, or per group of inputs; `w[...]` is its matrix.
 
-    What other libraries stored may have zero points, one for each scale: `(values - zeros) * scale`. Its arrays are not
-    Params, so no optimizer trains them.
+    With zero points, one for each scale, the matrix is `(values - zeros) * scale`. The arrays are not Params, so no
+    optimizer trains them.
 
     Args:
         w: The weight.
@@ -34,6 +34,7 @@ class QuantizedWeight(nnx.Module):
             for all inputs of an output.
         axes: Names of the dimensions, as for a Param.
         summed: Names of the dimensions that are summed over, as for a Param.
+        symmetric: False spreads the values from the least to the largest of a group, by a zero point; int8 and int4.
     """
 
     def __init__(
@@ -45,18 +46,18 @@ class QuantizedWeight(nnx.Module):
         group: int | None,
         axes: tuple[str, ...],
         summed: tuple[str, ...] | None = None,
+        symmetric: bool = True,
     ):
         last = w.ndim - 1
-        if group is None:
-            q = qwix.quantize(w.astype(jnp.float32), _dtype(qtype), channelwise_axes=tuple(outputs))
-        else:  # every other dimension has separate scales, so that a group has no more than `group` values
-            q = qwix.quantize(
-                w.astype(jnp.float32),
-                _dtype(qtype),
-                channelwise_axes=range(last),
-                tiled_axes={last: group},
-                scale_dtype=jnp.bfloat16,
-            )
+        q = qwix.quantize(
+            w.astype(jnp.float32),
+            _dtype(qtype),
+            # With groups every other dimension has separate scales, so that a group has no more than `group` values.
+            channelwise_axes=tuple(outputs) if group is None else range(last),
+            tiled_axes={} if group is None else {last: group},
+            calibration_method="absmax" if symmetric else "minmax",
+            scale_dtype=jnp.float32 if group is None else jnp.bfloat16,
+        )
         # [..., N] -> [..., N / 2] bytes
         values = pack(q.qvalue) if qtype in FOUR_BITS else q.qvalue
         # Values that share a scale are not split over devices: no rule names the axis "scale".
@@ -64,7 +65,8 @@ class QuantizedWeight(nnx.Module):
             "scale" if n < size else name for n, size, name in zip(q.scale.shape, w.shape, axes, strict=True)
         )
         self.values, self.scale = nnx.Variable(values, axes=axes), nnx.Variable(q.scale, axes=scale_axes)
-        self.zeros: nnx.Variable | None = None
+        zeros = q.zero_point
+        self.zeros = None if zeros is None else nnx.Variable(zeros.astype(jnp.int8), axes=scale_axes)
         self.qtype, self.group, self.summed, self.dtype = qtype, group, summed, w.dtype
 
     @property
@@ -83,12 +85,6 @@ class QuantizedWeight(nnx.Module):
     def nbytes(self) -> int:
         """Returns the bytes of values, scales and zero points."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
-
-    def with_zeros(self) -> "QuantizedWeight":
-        """Returns the weight with zero points, all 0."""
-        new, scale = jax.tree.map(lambda a: a, self), self.scale.get_value()
-        new.zeros = nnx.data(self.scale.replace(jnp.zeros(scale.shape, jnp.int8)))
-        return new
 
     def widened(self, dtype: Any) -> "QuantizedWeight":
         """Returns the weight with unpacked values in another dtype, for devices that multiply it faster."""

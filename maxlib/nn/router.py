@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib._utils.paths import dotted
+from maxlib._utils.rows import take_rows
 from maxlib.nn._initial_values import Init
 from maxlib.nn._linear import Einsum, draw_key
 from maxlib.nn._patching import EXPERTS
@@ -66,7 +67,10 @@ def expert_counts(experts: Int[Array, "*B X"], valid: Bool[Array, "*B"] | None, 
 
 
 class ExpertBias(nnx.Variable):
-    """Bias on the choice of experts. It has no gradient; a training step updates it (`update_router_bias`)."""
+    """Bias on the choice of experts. It has no gradient; a training step updates it (`update_router_bias`).
+
+    It is float32 or wider: rounded, it would choose others, and a step of 0.001 would not change it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +290,7 @@ class ScaledRouter(nnx.Module):
         weights = jnp.take_along_axis(probs, experts, axis=-1)
         # [*B, X]: they sum to 1 before each expert's scale is applied.
         weights = weights / weights.sum(axis=-1, keepdims=True)
-        return Routing(experts, weights * self.expert_scale[...][experts], logits, probs)
+        return Routing(experts, weights * take_rows(self.expert_scale[...], experts), logits, probs)
 
 
 class SigmoidInputRouter(nnx.Module):
@@ -456,10 +460,10 @@ class SwitchBalance:
     def __call__(self, routing: Routing, ctx: Context | None) -> Float[Array, ""]:
         """Returns the loss of one layer."""
         E, X = routing.probs.shape[-1], routing.experts.shape[-1]
-        # load = share / tokens and mean probability = sum / tokens, hence the square of the number of tokens.
         valid = None if ctx is None else ctx.valid
-        share = expert_counts(routing.experts, valid, E) / X
-        return self.weight * E * jnp.sum(share * _sum_tokens(routing.probs, valid)) / _num_valid(routing, valid) ** 2
+        tokens = _num_valid(routing, valid)  # divided by twice, as its square may exceed int32
+        load, mean = expert_counts(routing.experts, valid, E) / X / tokens, _sum_tokens(routing.probs, valid) / tokens
+        return self.weight * E * jnp.sum(load * mean)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,17 +128,13 @@ class AxialRope:
     alternating: bool = False
     interleaved: bool = False
     needs_length: ClassVar[bool] = False  # as in `Rope`
+    max_length: ClassVar[None] = None  # no limit
 
     def __post_init__(self):
         if self.dim % 4 or self.dim < 1:
             raise ValueError(f"AxialRope.dim must be a multiple of 4 (pairs for rows and for columns), got {self.dim}.")
         if self.alternating and self.interleaved:
             raise ValueError("AxialRope must be alternating or interleaved, not both.")
-
-    @property
-    def max_length(self) -> None:
-        """Is None: there is no limit."""
-        return None
 
     def tables(self, positions: Positions, *, length: Lengths | None = None) -> tuple[Table, Table]:
         """Returns the cosine and sine of every pair's angle, as `Rope.tables` does.
@@ -181,17 +177,13 @@ class GridRope:
     theta: float = 10_000.0
     interleaved: bool = True
     needs_length: ClassVar[bool] = False  # as in `Rope`
+    max_length: ClassVar[None] = None  # no limit
 
     def __post_init__(self):
         if self.dim % 4 or self.side < 1:
             raise ValueError(
                 f"GridRope.dim must be a multiple of 4 (pairs for columns and for rows) and side at least 1, got {self}."
             )
-
-    @property
-    def max_length(self) -> None:
-        """Is None: patches beyond the grid are not rotated."""
-        return None
 
     def tables(
         self, positions: Int[Array, "B T"] | Int[np.ndarray, "B T"], *, length: Lengths | None = None

@@ -31,6 +31,9 @@ def check_positive(name: str, **values: float | None) -> None:
             raise ValueError(f"{name}.{field} must be a positive number, got {value}.")
 
 
+_POSITIVE = ("factor", "low_freq_factor", "original_length", "beta_fast", "beta_slow", "attention_factor")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Base class of the rules that change RoPE's frequencies so that a model can use longer contexts."""
@@ -58,6 +61,7 @@ class RopeScaling:
         Raises:
             ValueError: When a parameter is out of range, or the scaling cannot be used with `dim` rotary dimensions.
         """
+        check_positive(type(self).__name__, **{name: getattr(self, name, None) for name in _POSITIVE})
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,6 @@ class LinearScaling(RopeScaling):
 
     def inv_freq(self, dim: int, theta: float, length: Length | None) -> Frequencies:
         return plain_frequencies(dim, theta) / np.float32(self.factor)  # (p / s) * f = p * (f / s)
-
-    def check(self, dim: int) -> None:
-        check_positive("LinearScaling", factor=self.factor)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ProportionalScaling(RopeScaling):
         return np.where(rotated, plain_frequencies(dim, theta), np.float32(0)) / np.float32(self.factor)
 
     def check(self, dim: int) -> None:
-        check_positive("ProportionalScaling", factor=self.factor)
+        super().check(dim)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"ProportionalScaling.fraction must be between 0 and 1, got {self.fraction}.")
 
@@ -128,7 +129,7 @@ class DynamicNTKScaling(RopeScaling):
         return jnp.asarray(plain_frequencies(dim, theta)) * jnp.exp(-jnp.log(growth) * exponent)
 
     def check(self, dim: int) -> None:
-        check_positive("DynamicNTKScaling", factor=self.factor, original_length=self.original_length)
+        super().check(dim)
         if dim < 4:
             raise ValueError(
                 f"DynamicNTKScaling needs at least 4 rotary dimensions (it divides by dim - 2), got dim={dim}."
@@ -164,12 +165,7 @@ class Llama3Scaling(RopeScaling):
         return (np.float32(1) - smooth) * plain / np.float32(self.factor) + smooth * plain
 
     def check(self, dim: int) -> None:
-        check_positive(
-            "Llama3Scaling",
-            factor=self.factor,
-            low_freq_factor=self.low_freq_factor,
-            original_length=self.original_length,
-        )
+        super().check(dim)
         if not self.high_freq_factor >= self.low_freq_factor:
             raise ValueError(
                 "Llama3Scaling.high_freq_factor must not be less than low_freq_factor, "
@@ -232,16 +228,6 @@ class YarnScaling(RopeScaling):
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
         return yarn_mscale(self.factor)
 
-    def check(self, dim: int) -> None:
-        check_positive(
-            "YarnScaling",
-            factor=self.factor,
-            original_length=self.original_length,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            attention_factor=self.attention_factor,
-        )
-
 
 @dataclass(frozen=True)
 class LongRopeScaling(RopeScaling):
@@ -280,12 +266,7 @@ class LongRopeScaling(RopeScaling):
         return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_length))
 
     def check(self, dim: int) -> None:
-        check_positive(
-            "LongRopeScaling",
-            factor=self.factor,
-            original_length=self.original_length,
-            attention_factor=self.attention_factor,
-        )
+        super().check(dim)
         for name, values in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(values) != dim // 2:
                 raise ValueError(

@@ -50,8 +50,9 @@ def for_inference(model: Model, rules: Rules) -> Model:
 
     Args:
         model: A model in full precision.
-        rules: As for `for_training`, with these names. Weights only: "int8", "fp8", "int4" (groups of 32), "nf4"
-            (groups of 64). Weights and activations: "int8_w8a8", "fp8_w8a8".
+        rules: As for `for_training`, with these names. Weights only: "int8", "fp8", "int4" (groups of 32),
+            "int4_asymmetric" (the same with zero points), "nf4" (groups of 64). Weights and activations: "int8_w8a8",
+            "fp8_w8a8".
 
     Raises:
         ValueError: as for `for_training`, and when the groups of a named format divide no matrix.
@@ -166,6 +167,7 @@ def store(site: Any, format: Format, path: str) -> Any:
         group=format.group,
         axes=sites.axes_of(site),
         summed=site.w.get_metadata().get("summed"),
+        symmetric=format.symmetric,
     )
     if isinstance(site, nn.Embed):
         return sites.replace(site, w=stored)

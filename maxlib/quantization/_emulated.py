@@ -47,8 +47,14 @@ def _weight(w: Array, outputs: list[int], format: Format) -> Array:
     w = jax.lax.stop_gradient(w)
     if format.weights in FOUR_BIT_FLOATS:
         return four_bit_floats(w, format.weights)
-    axes = ("",) * w.ndim
-    return nn.quantized.QuantizedWeight(w, qtype=format.weights, outputs=outputs, group=format.group, axes=axes)[...]
+    return nn.quantized.QuantizedWeight(
+        w,
+        qtype=format.weights,
+        outputs=outputs,
+        group=format.group,
+        axes=("",) * w.ndim,
+        symmetric=format.symmetric,
+    )[...]
 
 
 def four_bit_floats(w: Float[Array, "..."], kind: str) -> Float[Array, "..."]:

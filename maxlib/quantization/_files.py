@@ -116,9 +116,8 @@ def _manifest(model: Any) -> dict[str, Any]:
     stored = {p: s for p, s in sites.find(model, sites.SITES) if isinstance(s.w, nn.quantized.QuantizedWeight)}
     formats = {path: dataclasses.asdict(cast(Format, format_of(site))) for path, site in stored.items()}
     dtypes = {path: np.dtype(site.w.dtype).name for path, site in stored.items()}
-    zeros = [path for path, site in stored.items() if site.w.zeros is not None]
     layouts = nn.tree.groupings(model)
-    return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "zeros": zeros, "layouts": layouts}
+    return {"version": _VERSION, "formats": formats, "dtypes": dtypes, "layouts": layouts}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def _read(path: Path) -> dict[str, Any]:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}. Write it again by quantization.save") from error
-    return {"formats": formats, "dtypes": dtypes, "zeros": manifest.get("zeros", []), "layouts": layouts}
+    return {"formats": formats, "dtypes": dtypes, "layouts": layouts}
 
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -163,12 +162,8 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         if not isinstance(site, sites.SITES) or name not in manifest["formats"]:
             return site
         format, dtype = manifest["formats"][name], manifest["dtypes"][name]
-
-        def make(site):
-            new = store(jax.tree.map(lambda a: a.astype(dtype), site), format, name)
-            return sites.replace(new, w=new.w.with_zeros()) if name in manifest["zeros"] else new
-
-        return nn.stack.map_layers(make, site)
+        cast = jax.tree.map(lambda a: a.astype(dtype), site)
+        return nn.stack.map_layers(lambda layer: store(layer, format, name), cast)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))
     return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, sites.SITES))

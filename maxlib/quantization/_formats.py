@@ -24,6 +24,8 @@ class Format:
         block: Side of the blocks that share a scale in training, a multiple of 32: lines in activations and gradients,
             squares in weights. Scales are powers of two, of E4M3 in NVFP4. None uses one scale for each row of
             activations and each output of a weight.
+        symmetric: False gives each scale of a weight a zero point, as AWQ does; for int8 and int4 with activations that
+            are not rounded.
 
     Raises:
         ValueError: when the settings are inconsistent.
@@ -34,10 +36,15 @@ class Format:
     gradients: str | None = None
     group: int | None = None
     block: int | None = None
+    symmetric: bool = True
 
     def __post_init__(self):
         if self.weights not in (*WEIGHTS, *FOUR_BIT_FLOATS):
             raise ValueError(f"weights must be one of {(*WEIGHTS, *FOUR_BIT_FLOATS)}, got {self.weights!r}")
+        if not self.symmetric and (self.weights not in ("int8", "int4") or self.activations is not None):
+            raise ValueError(
+                f"zero points need weights in int8 or int4, and activations that are not rounded; got {self}"
+            )
         if "nvfp4" in (self.activations, self.gradients):
             if (self.weights, self.activations, self.gradients, self.group, self.block) != (*["nvfp4"] * 3, None, 16):
                 raise ValueError(f"nvfp4 rounds weights, activations and gradients in blocks of 16; got {self}")
@@ -62,7 +69,8 @@ class Format:
         return self.activations is None or self.group is not None or self.weights not in (*NARROW, self.activations)
 
     def __str__(self) -> str:
-        group = "" if self.group is None else f" in groups of {self.group}"
+        group = "" if self.symmetric else " asymmetric"
+        group += "" if self.group is None else f" in groups of {self.group}"
         group += "" if self.block is None else f" in blocks of {self.block}"
         more = [f"{what} {kind}" for what, kind in (("x", self.activations), ("d", self.gradients)) if kind]
         return " ".join([self.weights + group, *more])
@@ -84,6 +92,7 @@ TRAINING = {
 INFERENCE = {
     "int8": Format("int8"),
     "int4": Format("int4", group=32),
+    "int4_asymmetric": Format("int4", group=32, symmetric=False),
     "nf4": Format("nf4", group=64),
     "fp8": Format(_E4M3),
     "int8_w8a8": Format("int8", "int8"),

@@ -90,10 +90,12 @@ def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: 
     if read is None or -1 not in sites.dimensions(site)[2]:
         return stored
     w = matrices(site)
-    values, scale = _rounded(w, read.covariance, format.weights, format.group or w.shape[-1], damping)
+    values, scale, zeros = _rounded(w, read.covariance, format, damping)
     values = arranged(values, site, stored.w.quantized().qvalue)
     stored.w.values = stored.w.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
     stored.w.scale = stored.w.scale.replace(arranged(scale, site, stored.w.scale.get_value()))
+    if stored.w.zeros is not None:
+        stored.w.zeros = stored.w.zeros.replace(arranged(zeros, site, stored.w.zeros.get_value()))
     return stored
 
 
@@ -103,16 +105,17 @@ def _damped(covariance: Float[Array, "I I"], damping: float) -> Float[Array, "I 
     return covariance + jnp.diag(damping * jnp.mean(variance) + jnp.where(variance == 0, 1.0, 0.0))
 
 
-@functools.partial(jax.jit, static_argnames=("qtype", "group", "damping"))
+@functools.partial(jax.jit, static_argnames=("format", "damping"))
 def _rounded(
-    matrices: Float[Array, "E O I"], covariances: Float[Array, "E I I"], qtype: str, group: int, damping: float
-) -> tuple[Float[Array, "E O I"], Float[Array, "E O G"]]:
-    """Returns the values and the scales of matrices with groups of `group` inputs."""
-    return jax.lax.map(lambda pair: _round(pair[0], pair[1], qtype, group, damping), (matrices, covariances))
+    matrices: Float[Array, "E O I"], covariances: Float[Array, "E I I"], format: Format, damping: float
+) -> tuple[Float[Array, "E O I"], Float[Array, "E O G"], Float[Array, "E O G"]]:
+    """Returns the values, the scales and the zero points of matrices."""
+    return jax.lax.map(lambda pair: _round(pair[0], pair[1], format, damping), (matrices, covariances))
 
 
-def _round(w: Array, covariance: Array, qtype: str, group: int, damping: float) -> tuple[Array, Array]:
-    (O, I), largest = w.shape, _MAXIMA[qtype]
+def _round(w: Array, covariance: Array, format: Format, damping: float) -> tuple[Array, Array, Array]:
+    (O, I), largest = w.shape, _MAXIMA[format.weights]
+    group = format.group or I
     order = _order(jnp.diagonal(covariance), group)
     w, covariance = w[:, order], covariance[order][:, order]
     # U with inverse(H) = U^T U: row i has the weights by which the error of column i moves to the columns after it.
@@ -120,34 +123,38 @@ def _round(w: Array, covariance: Array, qtype: str, group: int, damping: float) 
     lower = jnp.linalg.cholesky(_damped(covariance, damping)[::-1, ::-1])
     upper = jax.lax.linalg.triangular_solve(lower, jnp.eye(I), left_side=True, lower=True)[::-1, ::-1]
 
-    def round_group(columns: Array, n: Array) -> tuple[Array, tuple[Array, Array]]:
+    def round_group(columns: Array, n: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         start = n * group
         block = jax.lax.dynamic_slice(columns, (start, 0), (group, O))
         rows = jax.lax.dynamic_slice(upper, (start, 0), (group, I))
         inner = jax.lax.dynamic_slice(rows, (0, start), (group, group))
 
-        def rounded(scale: Array) -> tuple[Array, Array]:
-            def round_column(block: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
-                column = block[j]
-                value = jnp.clip(jnp.round(column / scale), -largest - 1, largest)
-                error = (column - value * scale) / inner[j, j]
-                after = jnp.where(jnp.arange(group) > j, inner[j], 0.0)
-                return block - jnp.outer(after, error), (value, error)
+        def rounded(grid: tuple[Array, Array]) -> tuple[Array, Array]:
+            scale, zero = grid
 
-            return jax.lax.scan(round_column, block, jnp.arange(group))[1]
+            def round_column(errors: Array, j: Array) -> tuple[Array, Array]:
+                column = block[j] - inner[:, j] @ errors  # those of later columns are still 0
+                value = jnp.clip(jnp.round(column / scale) + zero, -largest - 1, largest)
+                error = (column - (value - zero) * scale) / inner[j, j]
+                return errors.at[j].set(error), value
 
-        # Of several scales, the one whose errors cost least after later columns have made up for them.
-        scales = _scales(block, qtype)
-        costs = jax.lax.map(lambda scale: jnp.sum(rounded(scale)[1] ** 2, axis=0), scales)  # [C, O]
-        scale = jnp.take_along_axis(scales, jnp.argmin(costs, axis=0)[None], axis=0)[0]
-        values, errors = rounded(scale)
+            errors, values = jax.lax.scan(round_column, jnp.zeros_like(block), jnp.arange(group))
+            return values, errors
+
+        # Of several grids, the one whose errors cost least after later columns have made up for them.
+        grids = _grids(block, format)
+        costs = jax.lax.map(lambda grid: jnp.sum(rounded(grid)[1] ** 2, axis=0), grids)  # [C, O]
+        best = jnp.argmin(costs, axis=0)[None]
+        scale, zero = (jnp.take_along_axis(of_grids, best, axis=0)[0] for of_grids in grids)
+        values, errors = rounded((scale, zero))
         later = jnp.where((jnp.arange(I) >= start + group)[None, :], rows, 0.0)
-        return columns - later.T @ errors, (values, scale)
+        return columns - later.T @ errors, (values, scale, zero)
 
     # Columns are rows here, [I, O], so that each lies together.
-    _, (values, scale) = jax.lax.scan(round_group, w.T, jnp.arange(I // group))
+    _, (values, scale, zero) = jax.lax.scan(round_group, w.T, jnp.arange(I // group))
     # [G, g, O] -> [O, I] and [G, O] -> [O, G]
-    return values.reshape(I, O).T[:, jnp.argsort(order)], scale.T[:, jnp.argsort(order[::group] // group)]
+    of_groups = jnp.argsort(order[::group] // group)
+    return values.reshape(I, O).T[:, jnp.argsort(order)], scale.T[:, of_groups], zero.T[:, of_groups]
 
 
 def _order(variance: Float[Array, " I"], group: int) -> Int[Array, " I"]:
@@ -160,9 +167,23 @@ def _order(variance: Float[Array, " I"], group: int) -> Int[Array, " I"]:
     return inputs[jnp.argsort(-groups.max(axis=1))].reshape(-1)
 
 
-def _scales(block: Float[Array, "g O"], qtype: str) -> Float[Array, "C O"]:
-    """Returns scales to try for each output; with a negative one, the largest number may be -8 instead of 7."""
-    largest = jnp.take_along_axis(block, jnp.argmax(jnp.abs(block), axis=0)[None], axis=0)  # [1, O]
-    scales = _FACTORS[qtype][:, None] * largest / _MAXIMA[qtype]
-    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)  # as they are stored
+def _grids(block: Float[Array, "g O"], format: Format) -> tuple[Float[Array, "C O"], Float[Array, "C O"]]:
+    """Returns scales to try for each output, and their zero points.
+
+    Symmetric scales may have both signs: with a negative one, the largest number may be -8 instead of 7.
+    """
+    factors, most = _FACTORS[format.weights][:, None], _MAXIMA[format.weights]
+    if format.symmetric:
+        largest = jnp.take_along_axis(block, jnp.argmax(jnp.abs(block), axis=0)[None], axis=0)  # [1, O]
+        scales = _as_stored(factors * largest / most)
+        return scales, jnp.zeros_like(scales)
+    factors = factors[factors[:, 0] > 0]
+    low, high = jnp.minimum(block.min(axis=0), 0)[None], jnp.maximum(block.max(axis=0), 0)[None]  # [1, O]
+    scales = _as_stored(factors * (high - low) / (2 * most + 1))
+    return scales, jnp.round(-most - 1 - factors * low / scales)
+
+
+def _as_stored(scales: Array) -> Array:
+    """Returns scales in float32 as bfloat16 has them; 1 for those that are 0."""
+    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)
     return jnp.where(scales != 0, scales, 1.0)

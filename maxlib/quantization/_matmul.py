@@ -63,7 +63,9 @@ def format_of(site: Any) -> Format | None:
     """Returns the format of a layer's operands, or in which it stores its weight; None for full precision."""
     if not isinstance(site, nn.Embed) and isinstance(site.matmul, Quantized):
         return site.matmul.format
-    return Format(site.w.qtype, group=site.w.group) if isinstance(site.w, nn.quantized.QuantizedWeight) else None
+    if not isinstance(site.w, nn.quantized.QuantizedWeight):
+        return None
+    return Format(site.w.qtype, group=site.w.group, symmetric=site.w.zeros is None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -8,6 +8,7 @@ once their weights are divided by it.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ def awq(
     tokens: Sequence[Int[Any, "B T"]],
     rules: Rules = "int4",
     *,
-    grid: int = 12,
+    grid: int = 20,
     clip: bool = True,
     dtype: Any = jnp.float32,
 ) -> Model:
@@ -56,15 +57,16 @@ def awq(
 
     AWQ (Lin et al. 2023, arXiv:2306.00978) multiplies the weights of inputs that are often large, so that they are
     rounded more finely, and divides what computes these inputs. Of `s = rms(x)^r` it takes the exponent for which the
-    outputs change least. Then it limits the largest weights of each group where that helps the others.
+    outputs change least. Then it limits the largest weights of each group where that helps the others, and with zero
+    points also the smallest.
 
         small = quantization.for_inference(quantization.awq(model, [tokens], "int4"), "int4")
 
     Args:
         model: An `nn.Decoder` in full precision.
         tokens: Batches of text, as for `gptq`.
-        rules: Those of the following `for_inference`, or `gptq`.
-        grid: Number of exponents between 0 and 1.
+        rules: Those of the following `for_inference`, or `gptq`. AWQ was published with "int4_asymmetric".
+        grid: Number of exponents from 0 to below 1.
         clip: False leaves large weights as they are: the model then computes what it did.
         dtype: Dtype of the computation.
 
@@ -251,7 +253,7 @@ def _best(layer: Any, link: Link, formats: dict[str, Format | None], records: di
 
     size = jnp.sqrt(_over_readers(link, layer, jnp.sum, power))
     size = jnp.where(size > 0, size / size.max(), 1.0)
-    exponents = jnp.linspace(0, 1, grid)
+    exponents = jnp.arange(grid) / grid
     candidates = jnp.maximum(size[None] ** exponents[:, None, None], 1e-4)  # [R, E, I]
     most, least = candidates.max(axis=-1, keepdims=True), candidates.min(axis=-1, keepdims=True)
     candidates = candidates / jnp.sqrt(most * least)
@@ -286,9 +288,14 @@ def _errors(
 
 def _nearest(w: Float[Array, "E O I"], format: Format) -> Float[Array, "E O I"]:
     """Returns matrices rounded as `for_inference` stores them."""
-    return nn.quantized.QuantizedWeight(w, qtype=format.weights, outputs=(0, 1), group=format.group, axes=("", "", ""))[
-        ...
-    ]
+    return nn.quantized.QuantizedWeight(
+        w,
+        qtype=format.weights,
+        outputs=(0, 1),
+        group=format.group,
+        axes=("", "", ""),
+        symmetric=format.symmetric,
+    )[...]
 
 
 def _clipped(site: Any, format: Format | None, read: Inputs | None) -> Any:
@@ -300,20 +307,31 @@ def _clipped(site: Any, format: Format | None, read: Inputs | None) -> Any:
 
 @functools.partial(jax.jit, static_argnames="format")
 def _limited(w: Float[Array, "E O I"], covariance: Float[Array, "E I I"], format: Format) -> Float[Array, "E O I"]:
-    """Returns matrices with the best of several limits for each group, by the error of the group's product."""
+    """Returns matrices with the best of several limits for each group, by the error of the group's product.
+
+    With zero points the smallest and the largest numbers of a group have limits of their own.
+    """
     (E, O, I), group = w.shape, format.group
     assert group is not None
     # Blocks of the diagonal: [E, I, I] -> [E, G, g, g]
     blocks = covariance.reshape(E, I // group, group, I // group, group)
     blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=1, axis2=3), -1, 1)
     groups = w.reshape(E, O, I // group, group)
-    most = jnp.abs(groups).max(axis=-1, keepdims=True)
+    low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
+    if format.symmetric:
+        high = jnp.maximum(-low, high)
+        low = -high
+        shares = [(share, share) for share in np.linspace(1.0, 0.55, 10)]
+    else:
+        shares = [*itertools.product(np.linspace(1.0, 0.72, 5), repeat=2)]
 
-    def error(shrink: Array) -> Array:
-        limited = jnp.clip(groups, -shrink * most, shrink * most).reshape(w.shape)
-        change = (_nearest(limited, format) - w).reshape(groups.shape)
+    def limited(of_low: Array, of_high: Array) -> Array:
+        return jnp.clip(groups, of_low * jnp.minimum(low, 0), of_high * jnp.maximum(high, 0)).reshape(w.shape)
+
+    def error(share: Float[Array, "2"]) -> Array:
+        change = (_nearest(limited(share[0], share[1]), format) - w).reshape(groups.shape)
         return jnp.einsum("eogi,egij,eogj->eog", change, blocks, change)
 
-    shrinks = jnp.linspace(1.0, 0.5, 11)
-    limit = shrinks[jax.lax.map(error, shrinks).argmin(axis=0)][..., None] * most
-    return jnp.clip(groups, -limit, limit).reshape(w.shape)
+    shares = jnp.asarray(shares, jnp.float32)
+    best = shares[jax.lax.map(error, shares).argmin(axis=0)]  # [E, O, G, 2]
+    return limited(best[..., :1], best[..., 1:])

@@ -68,6 +68,7 @@ def pipelined_gradient(
     parts = _Parts(rest, batch, loss.from_hidden, dtype, remat, neftune_alpha, key)
 
     (x, added), pull, (ctx, targets, first) = jax.vjp(parts.before, outer, has_aux=True)
+    _check_context(parts.before, outer, ctx)
     sums_over_rows = loss.sums_over_rows and not _reports(model.layers, x, ctx)
     (total, (stats, last, microbatches), aux), (d_body, d_outer, d_x) = pipelining.one_f_one_b(
         parts.stage,
@@ -150,6 +151,11 @@ class _Parts:
 
 def _check_model(model: Any) -> None:
     """Raises an error for a model whose layers cannot run in a pipeline."""
+    if getattr(model, "is_patched", False):
+        raise ValueError(
+            "a 1F1B pipeline calls the parts of a model, so it would leave out what nn.patch replaces: use a layout "
+            "without a pipeline"
+        )
     if not isinstance(model, nn.stack.SupportsPipelining) or model.layers.staged is None:
         raise TypeError(
             "a 1F1B pipeline needs a model with the methods of nn.stack.SupportsPipelining, such as an nn.Decoder, whose "
@@ -163,6 +169,24 @@ def _check_activations(x: Any, model: Any) -> None:
         raise ValueError(
             f"the layers of {type(model).__name__} pass integers on, such as chosen keys, but a 1F1B pipeline sends back a "
             "gradient of all that passes: use sharding.Pipeline(schedule='gpipe')"
+        )
+
+
+def _check_context(before: Callable[..., Any], outer: dict[str, Any], ctx: Any) -> None:
+    """Raises ValueError for a context that rows cannot share out, or through which parameters would get no gradient."""
+
+    def read(outer: dict[str, Any]) -> list[Array]:
+        context = before(outer)[1][0]
+        return [a for a in jax.tree.leaves(context) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+    traced = jax.make_jaxpr(read)(outer)
+    reached = dce_jaxpr_consts(traced.jaxpr, [True] * len(traced.out_avals))[2]
+    learned = [path for path, is_reached in zip(sorted(outer), reached, strict=True) if is_reached]
+    if learned or getattr(ctx, "position_bias", None) is not None:
+        what = f"{learned[0]} is learned through what" if learned else "a position bias is the same for all rows, but"
+        raise ValueError(
+            f"{what} layers read beside x, which a 1F1B pipeline splits by rows and sends no gradient to: use "
+            "sharding.Pipeline(schedule='gpipe')"
         )
 
 

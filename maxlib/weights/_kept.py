@@ -63,8 +63,9 @@ def keep(
                 group=group,
                 axes=sites.axes_of(layer),
                 summed=layer.w.get_metadata().get("summed"),
+                symmetric=not layout.has_zeros,
             )
-            return sites.replace(layer, w=weight.with_zeros() if layout.has_zeros else weight)
+            return sites.replace(layer, w=weight)
 
         new = nn.stack.map_layers(quantized, site)
         value = site.w.get_value()

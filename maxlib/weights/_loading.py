@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlib import nn, sharding
@@ -37,7 +38,7 @@ def load(
         table: The model's weight table.
         directory: Has the safetensors, one file or several with an index; or the tensors by name.
         layout: Placement over a mesh, so that every device only reads its own part; None reads onto one device.
-        dtype: The dtype of the floating weights; None keeps the stored dtype.
+        dtype: The dtype of the floating weights; None keeps the stored dtype. Expert biases are float32 or wider.
         keep_quantized: True stores weights that the files have in few bits as `nn.quantized.QuantizedWeight`, where its
             layout can hold them.
 
@@ -68,7 +69,10 @@ def load(
         if path in kept:
             arrays[path] = put(kept[path], shape.shape, at[path])
         elif path not in plan.absent:
-            arrays[path] = put(Leaf(path, shape, plan, stored, dtype).read, shape.shape, at[path])
+            wanted = dtype
+            if isinstance(variable, nn.router.ExpertBias):
+                wanted = jnp.promote_types(dtype or jnp.float32, jnp.float32)
+            arrays[path] = put(Leaf(path, shape, plan, stored, wanted).read, shape.shape, at[path])
     return nn.combine(arrays, abstract)
 
 

@@ -102,7 +102,9 @@ class Source:
         if gaps := uncovered(model, plan):
             raise ValueError("the model's table has no entry that can write " + ", ".join(gaps))
         self.plan, self._take, self._dtype = plan, take, None if dtype is None else np.dtype(dtype)
-        self._values = {path: v.get_value() for path, v in nn.variables(model).items()}
+        variables = nn.variables(model)
+        self._values = {path: v.get_value() for path, v in variables.items()}
+        self._expert_biases = {path for path, v in variables.items() if isinstance(v, nn.router.ExpertBias)}
         self._constants = {entry.hf_name: entry.value for entry in table if isinstance(entry, Constant)}
         self._converted = {name: (c, n) for c in plan.conversions for n, name in enumerate(c.hf_names)}
         self._shapes: dict[Any, list[tuple[tuple[int, ...], np.dtype]]] = {}
@@ -116,7 +118,8 @@ class Source:
     def _tensor_dtype(self, tensor: Tensor) -> np.dtype:
         dtypes = [self._values[piece.place.path].dtype for piece in tensor.pieces]
         common = np.dtype(jnp.result_type(*dtypes))
-        return common if self._dtype is None or not is_float(common) else self._dtype
+        is_kept = not is_float(common) or tensor.pieces[0].place.path in self._expert_biases
+        return common if self._dtype is None or is_kept else self._dtype
 
     def _converted_header(self, name: str) -> Header:
         """Finds shape and dtype by converting zeros, once for layers of equal structure."""

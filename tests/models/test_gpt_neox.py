@@ -1,5 +1,8 @@
 """GPT-NeoX against transformers: parallel and sequential branches, a part of each head rotated, both spellings."""
 
+import jax
+from flax import nnx
+
 from maxlib.models import gpt_neox
 from maxlib.weights import HFConfig
 from tests.models.conformance import BASE, Conformance
@@ -28,6 +31,13 @@ class TestGPTNeoX(Conformance):
         "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         "num_attention_heads": 4,
     }
+
+
+def test_models_built_twice_have_one_structure():
+    """So that parameters can be created sharded, and trees of two models joined."""
+    cfg = gpt_neox.PRESETS["pythia-70m"]
+    made = [jax.tree.structure(jax.eval_shape(lambda: gpt_neox.GPTNeoX(cfg, rngs=nnx.Rngs(0)))) for _ in range(2)]
+    assert made[0] == made[1]
 
 
 def test_names_of_the_releases_are_read():

@@ -11,8 +11,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import maxlib
-from maxlib import inference, nn, ops, sharding
+from maxlib import inference, nn, ops, sharding, training
 from maxlib.models import gemma2, llama
+from maxlib.training._pipelined_gradient import pipelined_gradient
 from tests.nn import transformer_lens
 from tests.nn.tiny import filled
 from tests.training.tiny import QUICKLY
@@ -184,6 +185,23 @@ def test_packed_rows_and_a_mesh(model, tokens):
     layout = sharding.Layout(mesh, sharding.FSDP | sharding.TP)
     with sharding.use(layout):
         np.testing.assert_allclose(run(model, tokens, segments), packed, atol=1e-5)
+
+
+def test_values_of_a_split_sequence_are_in_order(model, tokens):
+    """Elsewhere devices have an early and a late chunk. What bypasses the call of a patched model is refused."""
+
+    def run(model, tokens):
+        patched = nn.patch(model, {"attn": lambda x, layer: x.at[:, 3].set(0)}, layers=1)
+        return nn.capture(patched, "mlp", layers=[2])(tokens, dtype=jnp.float32)[1]["mlp"]
+
+    run = jax.jit(run, compiler_options=QUICKLY)
+    layout = sharding.Layout(sharding.make_mesh(context=2, devices=jax.devices()[:2]), sharding.DP | sharding.CP_GATHER)
+    with sharding.use(layout):
+        split = run(model, tokens)
+    np.testing.assert_allclose(split, run(model, tokens), atol=1e-5)
+    patched = nn.patch(model, {"attn": lambda x, layer: 0 * x})
+    with pytest.raises(ValueError, match="would leave out what nn.patch replaces"):
+        pipelined_gradient(training.NextToken(), *nn.partition(patched), {"tokens": tokens}, jax.random.key(0))
 
 
 def test_errors_name_what_is_missing(model, tokens):

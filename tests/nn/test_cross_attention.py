@@ -65,6 +65,11 @@ def test_cached_equals_uncached(cross):
     np.testing.assert_allclose(want[0], formula(cross, x[0], source[0, 2:]), atol=1e-5)
 
 
+def test_an_empty_cache_may_be_donated(cross):
+    cache = cross.init_cache(2, 8)
+    assert len({id(leaf) for leaf in jax.tree.leaves(cache)}) == 4
+
+
 def test_eight_devices_equal_one(cross):
     """Over rows, and over the tokens of both sequences; this one's length does not divide."""
     x, source = jnp.asarray(arrays(4, 8, D)), jnp.asarray(arrays(4, 7, 12, seed=1))

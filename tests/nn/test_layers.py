@@ -1,15 +1,18 @@
 """Linear layers, norms and MLPs against float64 formulas; their initial scale; summaries."""
 
+import copy
 import inspect
+import pickle
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn
+from maxlib import nn, ops
 from tests.nn.tiny import tiny_llama
 
 X = jnp.asarray(np.random.default_rng(0).normal(1, 3, (2, 3, 8)), jnp.float32)
@@ -167,6 +170,29 @@ def test_inputs_of_another_shape_than_the_tokens_are_refused():
         nn.make_context(2, 5, cache=cache)
 
 
+def test_gradients_of_rows_add_up_in_bfloat16():
+    """There, ones that are added to 256 change nothing."""
+    ids, rngs = jnp.zeros((1, 1000), jnp.int32), nnx.Rngs(0)
+    calls = [
+        (nn.Embed(9, 1, rngs=rngs), lambda embed: embed(ids)),
+        (nn.LearnedPositions(9, 1, rngs=rngs), lambda positions: positions.rows(ids)),
+        (nn.RelativeBias(1, rngs=rngs), lambda bias: bias(ids, ids[0, :1])),
+    ]
+    for module, call in calls:
+        trainable, rest = nn.partition(nn.tree.cast(module, jnp.bfloat16))
+        gradient = jax.grad(lambda w: call(nn.combine(w, rest)).astype(jnp.float32).sum())(trainable)  # noqa: B023
+        assert gradient["w"][0, 0] == 1000
+    counts = jnp.array([1000] + [0] * 8)
+    gradient = jax.grad(lambda b: ops.add_expert_bias(jnp.zeros((1000, 1), b.dtype), b, counts).sum())
+    assert gradient(jnp.zeros((9, 1), jnp.bfloat16))[0, 0] == 1000
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_layers_are_copied_and_pickled_with_their_functions(copied):
+    layer = nnx.List([nn.GatedMLP(4, 8, rngs=nnx.Rngs(0)), nn.MLP(4, 8, act=jax.nn.relu, rngs=nnx.Rngs(0))])
+    chex.assert_trees_all_equal(copied(layer), layer)  # of one structure
+
+
 def test_mlps():
     gated = nn.GatedMLP(8, 12, rngs=nnx.Rngs(0))
     x = np.asarray(X, np.float64)
@@ -199,3 +225,10 @@ def test_einsum_computes_its_spec(spec, x, w):
     x = jax.random.normal(jax.random.key(0), x)
     want = np.einsum(spec, np.asarray(x, np.float64), value(layer.w))
     np.testing.assert_allclose(run(layer, x), want, atol=1e-5)
+
+
+def test_a_row_without_a_second_text_has_no_vector_of_it():
+    head = nn.EmbeddingHead(4, dense=(3,), bias=True, rngs=nnx.Rngs(0))
+    head.dense[0].b[...] += 1.0
+    first, second = head.embed(jnp.ones((1, 2, 4)), segment_ids=jnp.ones((1, 2), jnp.int32), texts=2)[0]
+    assert first.any() and not second.any()

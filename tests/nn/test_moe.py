@@ -269,3 +269,13 @@ def test_balanced_routing_costs_the_weight():
     losses = nn.router.SwitchBalance(0.5), nn.router.SequenceBalance(0.5)
     for cost in jax.jit(lambda flat: [loss(flat, None) for loss in losses])(flat):
         np.testing.assert_allclose(cost, 0.5, rtol=1e-6)
+
+
+def test_balance_is_that_of_more_tokens_than_the_root_of_the_largest_integer():
+    parts = [
+        (np.arange(70_000) % 2)[None, :, None],
+        *(np.full((1, 70_000, n), x) for n, x in ((1, 1), (2, 0), (2, 0.5))),
+    ]
+    routing = nn.router.Routing(jnp.asarray(parts[0]), *(jnp.asarray(x, jnp.float32) for x in parts[1:]))
+    ctx = nn.make_context(1, 70_000, valid=jnp.ones((1, 70_000), bool))
+    np.testing.assert_allclose(nn.router.SwitchBalance(0.5)(routing, ctx), 0.5, rtol=1e-6)

@@ -32,6 +32,13 @@ def kinds(*full: str):
     return pytest.mark.parametrize("kind", marked)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(0, 8, DIM), (2, 0, DIM)])
+def test_rows_without_tokens_are_refused(kind, shape):
+    with pytest.raises(ValueError, match="x must be rows of tokens"):
+        jax.eval_shape(layer(kind), jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
 @kinds("groups", "delta")
 def test_packed_documents_are_those_documents_alone(kind):
     packed = np.asarray(run(layer(kind), X, SEGMENTS))

@@ -129,3 +129,5 @@ def test_what_does_not_fit_is_refused(options, message):
     theirs = dict(zip(("teacher_hidden", "teacher_weight"), teacher(), strict=True))
     with pytest.raises(ValueError, match=message):
         fused_linear_divergence(hidden, weight, **(theirs | options))
+    with pytest.raises(ValueError, match=f"k must be between 1 and the {V} tokens"):
+        fused_linear_top_k(hidden, weight, V + 1)

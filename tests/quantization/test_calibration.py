@@ -67,7 +67,7 @@ def test_error_is_at_most_that_of_qwix():
         theirs = qwix.dequantize(gptq_core.quantize_weight(w, h, how)[0])
         scaled, scales = awq_core.quantize_weight(w, awq_core.compute_act_scale(x), how)
         awq = qwix.dequantize(scaled) / scales
-    values, scale = _rounded(w[None], h[None], "int4", 32, 0.01)
+    values, scale, _ = _rounded(w[None], h[None], INT4, 0.01)
     ours = loss(values[0] * jnp.repeat(scale[0], 32, axis=1))
     assert ours < 0.9 * loss(theirs)
     assert ours < 0.1 * nearest
@@ -83,7 +83,8 @@ def test_error_is_at_most_that_of_qwix():
 
 
 def test_a_model_changes_less_than_by_rounding_to_nearest(dense):
-    rules = [quantization.Rule(None, match="layers.attn.o"), quantization.Rule(INT4)]
+    asymmetric = quantization.Rule(quantization.INFERENCE["int4_asymmetric"], match="layers.mlp.*")
+    rules = [quantization.Rule(None, match="layers.attn.o"), asymmetric, quantization.Rule(INT4)]
     small, nearest = quantization.gptq(dense, [TOKENS], rules), quantization.for_inference(dense, rules)
     table = quantization.compare_methods(dense, {"gptq": lambda: small, "nearest": lambda: nearest}, TOKENS)
     assert table.errors["gptq"].logit_error < 0.8 * table.errors["nearest"].logit_error
@@ -93,13 +94,13 @@ def test_a_model_changes_less_than_by_rounding_to_nearest(dense):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["dense", "experts"])
-def test_each_method_helps(family, request):
+@pytest.mark.parametrize(("family", "format"), [("dense", "int4"), ("experts", "int4"), ("dense", "int4_asymmetric")])
+def test_each_method_helps(family, format, request):
     model = request.getfixturevalue(family)
     made = {
-        "nearest": lambda: quantization.for_inference(model, "int4"),
-        "gptq": lambda: quantization.gptq(model, [TOKENS]),
-        "awq": lambda: quantization.for_inference(quantization.awq(model, [TOKENS]), "int4"),
+        "nearest": lambda: quantization.for_inference(model, format),
+        "gptq": lambda: quantization.gptq(model, [TOKENS], format),
+        "awq": lambda: quantization.for_inference(quantization.awq(model, [TOKENS], format), format),
     }
     errors = {name: e.logit_error for name, e in quantization.compare_methods(model, made, TOKENS).errors.items()}
     assert errors["gptq"] < 0.8 * errors["nearest"]

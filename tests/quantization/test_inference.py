@@ -29,6 +29,7 @@ FORMATS = {
     "fp8": (quant.INFERENCE["fp8"], 0.12),
     "fp8_w8a8": (quant.INFERENCE["fp8_w8a8"], 0.18),
     "int4": (quant.Format("int4", group=16), 0.3),
+    "int4_asymmetric": (quant.Format("int4", group=16, symmetric=False), 0.3),
     "nf4": (quant.Format("nf4", group=16), 0.3),
 }
 
@@ -46,6 +47,22 @@ def test_weights_in_fewer_bits(qtype, group, error, bits):
     w, q = values(qtype, group)
     assert q.shape == w.shape and q.nbytes * 8 == bits * w.size
     assert np.linalg.norm(np.asarray(q[...]) - w) < error * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize(("qtype", "least"), [("int4", -8), ("int8", -128)])
+def test_zero_points_spread_a_group_over_the_range(qtype, least):
+    """By the formula, of numbers around 1: from the least, or 0, to the largest."""
+    w = 1 + jax.random.normal(jax.random.key(0), (3, 32))
+    q = nn.quantized.QuantizedWeight(w, qtype=qtype, outputs=(0,), group=16, axes=("a", "b"), symmetric=False)
+    groups = np.asarray(w, np.float64).reshape(3, 2, 16)
+    low, high = np.minimum(groups.min(-1), 0), groups.max(-1)
+    scale = (high - low) / (-2 * least - 1)
+    zero = np.round(least - low / scale)
+    values = np.clip(np.round(groups / scale[..., None]) + zero[..., None], least, -least - 1)
+    np.testing.assert_array_equal(q.zeros[...], zero)
+    np.testing.assert_array_equal(q.quantized().qvalue.astype(jnp.int32), values.reshape(3, 32))
+    scale = scale.astype(jnp.bfloat16).astype(np.float64)
+    np.testing.assert_allclose(q[...], ((values - zero[..., None]) * scale[..., None]).reshape(3, 32), rtol=1e-6)
 
 
 def test_four_bits_hold_every_code():

@@ -200,6 +200,7 @@ def test_rules_that_do_not_fit(rules, message):
         ({"weights": "int8", "gradients": "int8"}, "and rounded activations"),
         ({"weights": "int4", "activations": "int8", "block": 32}, "gradients and blocks need weights"),
         ({"weights": "int4", "group": 1}, "group must be at least 2"),
+        ({"weights": "nf4", "symmetric": False}, "zero points need weights in int8 or int4"),
     ],
 )
 def test_formats_that_make_no_sense(options, message):

@@ -40,6 +40,19 @@ def test_lengths_that_do_not_divide(seq):
         np.testing.assert_allclose(loss(model, data), want, rtol=1e-5)
 
 
+def test_double_precision_stays_around_the_ring():
+    with jax.enable_x64(True):
+        q, k, v = np.random.default_rng(0).normal(size=(3, 1, 16, 2, 8))
+        end = jnp.arange(1, 17, dtype=jnp.int32)[None]
+        gradient = jax.jit(
+            jax.grad(lambda *x: jnp.sum(nn.attend(*x, jnp.zeros_like(end), end) ** 2), argnums=(0, 1, 2))
+        )
+        want, mesh = gradient(q, k, v), sharding.make_mesh(context=2, devices=jax.devices()[:2])
+        with sharding.use(sharding.Layout(mesh, sharding.DP | sharding.CP_RING)):
+            for a, b in zip(gradient(q, k, v), want, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-12)
+
+
 def test_each_scheme_talks_as_it_should():
     """Keys are gathered, or passed on, or heads and sequence are exchanged; queries and results never gather."""
     mesh = sharding.make_mesh(context=8)

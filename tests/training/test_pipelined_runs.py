@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlib import checkpoint, nn, sharding, training
+from maxlib.models import whisper
 from maxlib.training import _trainer as trainer_module
+from maxlib.training._pipelined_gradient import pipelined_gradient
+from tests.nn.tiny import filled
 from tests.training import tiny
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": sharding.FSDP}
@@ -68,3 +72,19 @@ def test_a_run_goes_on_in_another_layout(tmp_path, before, after, layers):
     for a, b in zip(numbers(second), saved, strict=True):
         np.testing.assert_array_equal(a, b)
     assert [float(second.fit(step)["loss"]) for step in (3, 4)] == pytest.approx(want, rel=1e-5)
+
+
+def test_an_encoder_that_would_get_no_gradient_is_refused():
+    """1F1B sends gradients back through x alone; a frozen encoder needs none."""
+    sizes = {"vocab": 16, "num_layers": 2, "num_encoder_layers": 1, "dim": 8, "mlp_dim": 8, "encoder_mlp_dim": 8}
+    cfg = whisper.Config(**sizes, num_heads=2, num_encoder_heads=2, num_positions=8, num_vectors=4, num_bands=3)
+    model = filled(lambda: whisper.Whisper(cfg, rngs=nnx.Rngs(0)))
+    tokens = jnp.ones((2, 4), jnp.int32)
+    audio = nn.audio.Clips(jnp.ones((2, 8, 3)), jnp.full(2, 8, jnp.int32))
+    batch = {"tokens": tokens, "targets": tokens, "audio": audio}
+    with pytest.raises(ValueError, match=r"tower\..* is learned through what layers read beside x"):
+        pipelined_gradient(training.NextToken(), *nn.partition(model), batch, jax.random.key(0))
+    learns = lambda path, variable: nn.tree.is_trainable(path, variable) and not path.startswith("tower.")
+    frozen = nn.partition(model, learns)
+    with pytest.raises(ValueError, match="there is no pipeline"):
+        pipelined_gradient(training.NextToken(), *frozen, batch, jax.random.key(0))

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
 from maxlib import inference, nn, ops, quantization, sharding, tokenization, training, weights
-from maxlib.models import bert, llama
+from maxlib.models import bert, deepseek, llama
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights import _family as family_module
 from maxlib.weights import _saving
 from maxlib.weights import files as files_module
-from tests.nn.tiny import LLAMA
+from tests.nn.tiny import LLAMA, filled
 from tests.weights import zoo
 
 CFG = dataclasses.replace(LLAMA, rope=ops.Rope(12, max_length=64), num_layers=3)
@@ -124,6 +124,22 @@ def test_half_precision(dtype, model, tmp_path):
         np.testing.assert_array_equal(nn.partition(wide)[0][path], value.astype(jnp.float32))
     maxlib.save_pretrained(as_stored, tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+
+
+def test_expert_biases_stay_float32(tmp_path):
+    """As in transformers: rounded, they would choose other experts."""
+    sizes = {"vocab": 8, "num_layers": 1, "num_dense": 0, "dim": 8, "mlp_dim": 8, "num_heads": 2, "expert_dim": 8}
+    latents = {"q_rank": 4, "kv_rank": 4, "nope_dim": 4, "v_dim": 4, "rope": ops.Rope(4, max_length=8)}
+    routing = {"num_experts": 4, "num_shared": 1, "top_k": 2, "renormalize": True}
+    cfg = deepseek.Config(version=3, **sizes, **latents, **routing)
+    mixture = filled(lambda: deepseek.DeepSeek(cfg, rngs=nnx.Rngs(0)))
+    bias = next(v for path, v in nn.variables(mixture).items() if path.endswith("expert_bias"))
+    bias.set_value(bias.get_value() + 1.001)
+    maxlib.save_pretrained(mixture, tmp_path / "hf", dtype=jnp.bfloat16)
+    loaded = nn.variables(maxlib.from_pretrained(tmp_path / "hf", dtype=jnp.bfloat16))
+    wide = {path: v.get_value() for path, v in loaded.items() if v.get_value().dtype == jnp.float32}
+    assert [path.rpartition(".")[2] for path in wide] == ["expert_bias"]
+    np.testing.assert_array_equal(*wide.values(), bias.get_value())
 
 
 def test_layers_stored_in_different_dtypes_meet_in_the_wider(copied):

@@ -37,7 +37,7 @@ PROMPTS, COUNT = [[5, 9, 2], [11, 3, 4, 8, 60, 7], [1], [33, 21], [50, 2, 2], [1
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 
 
-@pytest.fixture(scope="module", params=["int4", "int8_w8a8"])
+@pytest.fixture(scope="module", params=["int4", "int4_asymmetric", "int8_w8a8"])
 def written(request, tmp_path_factory):
     """A quantized model with logits of a trained one's spread, and its directory."""
     model = jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))()
@@ -112,7 +112,7 @@ def test_vllm_continues_as_we_do(written):
     small, path = written
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | SETTINGS
     reader = Path(__file__).with_name("vllm_reader.py")
-    dtype = "bfloat16" if path.name == "int4" else "float32"  # its kernel for int4 has no float32
+    dtype = "bfloat16" if path.name.startswith("int4") else "float32"  # its kernel for int4 has no float32
     command = [str(PYTHON), "-P", str(reader), str(path), dtype, str(COUNT), json.dumps(PROMPTS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("answers ")]

@@ -16,14 +16,14 @@ from maxlib.nn.attention._grouped_query import Attention, attend, check_no_ring
 from maxlib.nn.attention._index_loss import HIDDEN
 from maxlib.nn.attention._indexer import chosen_mask
 from maxlib.nn.attention._pool_indexer import BlockIndexer
-from maxlib.nn.cache import KVCache, LayerCache, put_rows
+from maxlib.nn.cache import KVCache, SlotCache, put_rows
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.remat import mark_heads
 from maxlib.ops import MRope, Rope
 
 
 @pytree
-class IndexedCache(LayerCache):
+class IndexedCache(SlotCache):
     """Cache of keys and values, of index keys, and of the positions by which keys of blocks are rotated.
 
     Attributes:
@@ -32,17 +32,11 @@ class IndexedCache(LayerCache):
         positions: `B S R`, with R rows of positions.
     """
 
-    can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "full"
 
     kv: KVCache
     index: Float[Array, "B S Hi"]
     positions: Int[Array, "B S R"]
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of tokens that a row can hold."""
-        return self.kv.capacity
 
 
 class BlockSparseAttention(Attention):

@@ -182,8 +182,9 @@ class CrossAttention(SequenceMixer):
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> CrossCache:
         """Makes an empty cache, which the first call fills; `capacity`, of the decoder's tokens, does not matter."""
-        empty = jnp.zeros((batch, self.num_kv_heads, 0, self.head_dim), dtype)
-        return CrossCache(empty, empty, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
+        # Arrays of their own, as a donated cache may not have one twice.
+        k, v = (jnp.zeros((batch, self.num_kv_heads, 0, self.head_dim), dtype) for _ in range(2))
+        return CrossCache(k, v, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def traffic(self, split: SplitSequence) -> Traffic:
         """Returns the bytes that attention sends in a training step, as if both sequences were equally long."""

@@ -431,7 +431,7 @@ def _attend_pairs(
     (text, noisy), (_, noisy_lse) = rows(out), rows(lse)
     inside, inside_lse = _attend(*(rows(x)[1] for x in (q, k, v, *own_block)), return_lse=True, **options)
     # A softmax over both sets of keys: the outputs, weighted by the sums of their exponentials.
-    merged, _ = merge_parts(jnp.stack([noisy, inside]).astype(jnp.float32), jnp.stack([noisy_lse, inside_lse]))
+    merged, _ = merge_parts(jnp.stack([noisy, inside]).astype(noisy_lse.dtype), jnp.stack([noisy_lse, inside_lse]))
     return both(text, merged.astype(out.dtype))
 
 

@@ -19,7 +19,7 @@ from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer, chosen
 from maxlib.nn.attention._latent import MLA
 from maxlib.nn.attention._pool_indexer import PooledIndexer
 from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
-from maxlib.nn.cache import LatentCache, LayerCache, put_rows
+from maxlib.nn.cache import LatentCache, SlotCache, put_rows
 from maxlib.nn.decoder._context import Context, check_prefix, context_of
 from maxlib.nn.remat import mark_heads
 from maxlib.ops import Rope
@@ -27,7 +27,7 @@ from maxlib.sharding import constrain, shard_map_by_name
 
 
 @pytree
-class IndexedLatentCache(LayerCache):
+class IndexedLatentCache(SlotCache):
     """Cache of each token's latent with the shared key part, and of its index key.
 
     Attributes:
@@ -35,16 +35,10 @@ class IndexedLatentCache(LayerCache):
         index: Index keys, `B S Hi`.
     """
 
-    can_rewind: ClassVar[bool] = True
     kind: ClassVar[str | None] = "latent"
 
     latent: Float[Array, "B S R"]
     index: Float[Array, "B S Hi"]
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of tokens that a row can hold."""
-        return self.latent.shape[-2]
 
     def extend(self, latent: Array, index: Array, ctx: Context) -> "IndexedLatentCache":
         """Stores the new tokens."""

@@ -307,8 +307,8 @@ def check_prefix(q: Float[Array, "B T N H"], mask: Mask, ctx: Context) -> Float[
 
 
 def check_is_rows(x: Array) -> None:
-    """Raises ValueError unless `x` has three axes, `B T D`."""
-    if x.ndim != 3:
+    """Raises ValueError unless `x` has three axes, `B T D`, none of which is empty."""
+    if x.ndim != 3 or not x.size:
         raise ValueError(f"x must be rows of tokens `B T D`, got x of shape {x.shape}; one row is x[None]")
 
 
@@ -369,6 +369,10 @@ def _check_rows(batch: int, seq: int, cache: Any, inputs: dict[str, Any], positi
         cache.check_room(jnp.full(batch, seq) if valid is None else valid.sum(axis=1))
 
 
+# True where values of layers are read or replaced (`nn.capture`, `nn.patch`), so that these are in natural order.
+natural_order = jax.make_user_context(False)
+
+
 def zigzag_shard(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "B T D"], Context]:
     """Reorders tokens so that all devices of a context axis have equal work under a causal mask.
 
@@ -382,7 +386,7 @@ def zigzag_shard(x: Float[Array, "B T D"], ctx: Context) -> tuple[Float[Array, "
     Returns:
         `x` and `ctx` in the new order.
     """
-    if not can_zigzag(x.shape[1]):
+    if natural_order.value or not can_zigzag(x.shape[1]):
         return x, ctx
 
     def reorder(y: Array) -> Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.rows import take_rows
 from maxlib.nn._initial_values import Init, normal
 from maxlib.nn._linear import draw_key
 from maxlib.nn.decoder._context import Context
@@ -51,10 +52,10 @@ class LearnedPositions(nnx.Module):
         return self.rows(ctx.positions, dtype=dtype)
 
     def rows(self, positions: Int[Array, "B T"], *, dtype: Any = jnp.bfloat16) -> Float[Array, "B T D"]:
-        """Returns these rows of the table in `dtype`; NaN for rows that it does not have."""
+        """Returns these rows of the table in `dtype`: the first one below 0 (padding), and NaN beyond the last."""
         # The table is small, so gather it over the width; then the lookup needs no communication. [B, T] -> [B, T, D]
         w = constrain(self.w[...], "position", None)
-        return jnp.asarray(jnp.take(w, positions, axis=0, mode="fill"), dtype)
+        return jnp.asarray(take_rows(w, jnp.maximum(positions, 0)), dtype)
 
     def check(self, length: int) -> None:
         """Raises ValueError if `length` tokens exceed the table."""
@@ -143,7 +144,7 @@ class RelativeBias(nnx.Module):
     def __call__(self, queries: Int[Array, "B T"], keys: Int[Array, " S"]) -> Float[Array, "B N T S"]:
         """Returns the biases of queries and keys with these indices."""
         buckets = self._buckets(keys[None, None, :] - queries[:, :, None])
-        return jnp.moveaxis(jnp.take(self.w[...], buckets, axis=0), 3, 1)  # [B, T, S, N] -> [B, N, T, S]
+        return jnp.moveaxis(take_rows(self.w[...], buckets), 3, 1)  # [B, T, S, N] -> [B, N, T, S]
 
     def _buckets(self, offset: Int[Array, "B T S"]) -> Int[Array, "B T S"]:
         """Returns the bucket of each offset from the query to the key."""

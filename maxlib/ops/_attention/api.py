@@ -244,7 +244,7 @@ def _check(q, k, v, k_start, k_end, softcap, sinks, bias) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(op, jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating point", str(x.dtype))
     require(op, K > 0 and N % K == 0, "the N query heads must be a multiple of the K key heads", f"N={N} and K={K}")
-    require(op, T > 0 and S > 0, "attention needs at least one query and one key", f"T={T} and S={S}")
+    require(op, min(B, T, S) > 0, "attention needs at least one row, one query and one key", f"B={B}, T={T} and S={S}")
     for name, ends in (("k_start", k_start), ("k_end", k_end)):
         is_index = ends is None or jnp.issubdtype(ends.dtype, jnp.integer)
         require(op, is_index, f"{name} must hold integer key indices", getattr(ends, "dtype", None))

@@ -89,7 +89,8 @@ def _attend(ring: _Ring, q, k, v, k_start, k_end, segment_ids):
         out, lse = _merged([(out, lse), part])
         return *following, out, lse
 
-    none = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    none = jnp.zeros((*q.shape[:-1], v.shape[-1]), wide), jnp.full(q.shape[:-1], -jnp.inf, wide)
     *_, out, lse = _around(ring, meet, (k, v, segment_ids[1:], *none))
     return out.astype(q.dtype), lse
 
@@ -101,8 +102,9 @@ def _forward(ring: _Ring, *args):
 
 def _backward(ring: _Ring, residuals, cotangents):
     q, k, v, k_start, k_end, segment_ids, out, lse = residuals
-    d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
-    delta = jnp.sum(d_out * out.astype(jnp.float32), axis=-1) - d_lse  # [B, T, N], as in FlashAttention
+    wide = lse.dtype
+    d_out, d_lse = (x.astype(wide) for x in cotangents)
+    delta = jnp.sum(d_out * out.astype(wide), axis=-1) - d_lse  # [B, T, N], as in FlashAttention
 
     def meet(step, carry):
         k, v, ids, dq, dk, dv = carry
@@ -116,12 +118,12 @@ def _backward(ring: _Ring, residuals, cotangents):
         # which gives d_lse_p = w_p (d_out . out_p - delta).
         weight = jnp.exp(jnp.where(lse_p > -jnp.inf, lse_p - lse, -jnp.inf))
         d_out_p = weight[..., None] * d_out
-        d_lse_p = jnp.sum(d_out_p * out_p.astype(jnp.float32), axis=-1) - weight * delta
+        d_lse_p = jnp.sum(d_out_p * out_p.astype(wide), axis=-1) - weight * delta
         gradients = pull((d_out_p.astype(out_p.dtype), d_lse_p))
-        dq, dk, dv = (total + x.astype(jnp.float32) for total, x in zip((dq, dk, dv), gradients, strict=True))
+        dq, dk, dv = (total + x.astype(wide) for total, x in zip((dq, dk, dv), gradients, strict=True))
         return *following, dq, *_pass_on(ring, (dk, dv))  # dk and dv travel with their keys
 
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    zeros = [jnp.zeros(x.shape, wide) for x in (q, k, v)]
     *_, dq, dk, dv = _around(ring, meet, (k, v, segment_ids[1:], *zeros))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
 
@@ -162,6 +164,6 @@ def _part(ring: _Ring, step, q, k, v, k_start, k_end, segment_ids) -> tuple[Arra
 
 
 def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Returns one softmax over the keys of all parts, in float32."""
+    """Returns one softmax over the keys of all parts, in float32 or wider."""
     outs, lses = zip(*parts, strict=True)
-    return merge_parts(jnp.stack([out.astype(jnp.float32) for out in outs]), jnp.stack(lses))
+    return merge_parts(jnp.stack([out.astype(lses[0].dtype) for out in outs]), jnp.stack(lses))

@@ -172,7 +172,7 @@ def fused_linear_top_k(
     Args:
         hidden: The model's output after its final norm.
         weight: The unembedding.
-        k: Number of tokens.
+        k: Number of tokens, at most those of the vocabulary.
         temperature: Divisor of the logits, after the soft-cap.
         softcap: See `fused_linear_cross_entropy`.
         chunk: Tokens per chunk.
@@ -180,8 +180,13 @@ def fused_linear_top_k(
 
     Returns:
         Their log-probabilities in descending order, and their ids.
+
+    Raises:
+        ValueError: When `k` or an option is out of range.
     """
     _check(temperature, chunk)
+    if k < 1 or (axis_name is None and k > weight.shape[0]):
+        raise ValueError(f"k must be between 1 and the {weight.shape[0]} tokens of the vocabulary, got {k}")
     options = Options(softcap, 0.0, 0.0, axis_name, float(temperature))
 
     def best(h, w):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxlib._utils.rows import take_rows
 from maxlib.kernels.grouped_matmul.mosaic_gpu import glu
 from maxlib.kernels.grouped_matmul.rows import NAMES, only_used, owners
 from maxlib.ops._axes import check_axes, require
@@ -148,7 +149,7 @@ def add_expert_bias(
     """
     experts = owners(rows_per_expert, len(rows))
     if len(bias) > FEW:
-        return rows + bias.at[experts].get(mode="fill", fill_value=0)
+        return rows + take_rows(bias, experts, 0)
     # XLA writes gathered rows, as large as the activations, to memory. Selected ones it computes where they are added.
     added = jnp.zeros_like(bias[0])
     for expert, b in enumerate(bias):

@@ -279,7 +279,11 @@ def test_a_plan_takes_a_kernel_that_compiles_without_the_gpu():
         (dict(v=f32(2, 7, 1, 8)), "v must have the axes B S K Hv with B=2, S=7, K=2, got"),
         (dict(q=f32(2, 5, 4, 6)), "k must have the axes B S K Hk with B=2, Hk=6, got"),
         (dict(q=f32(2, 5, 3, 8)), "multiple of the K key heads, got N=3 and K=2"),
-        (dict(q=f32(2, 0, 4, 8)), "at least one query and one key, got T=0"),
+        (dict(q=f32(2, 0, 4, 8)), "at least one row, one query and one key, got B=2, T=0"),
+        (
+            dict(q=f32(0, 8, 4, 8), k=f32(0, 8, 2, 8), v=f32(0, 8, 2, 8)),
+            "at least one row, one query and one key, got B=0",
+        ),
         (dict(k_start=i32(2, 7)), r"k_start must have the axes B T with B=2, T=5, got shape \(2, 7\)"),
         (dict(k_end=f32(2, 5)), "k_end must hold integer key indices, got float32"),
         (dict(sinks=f32(2)), r"sinks must have the axes N with N=4, got shape \(2,\)"),
