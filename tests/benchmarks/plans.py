@@ -3,6 +3,7 @@ ahead-of-time compilation.
 
     python -m tests.benchmarks.plans [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --published [NAME ...] [--json out.json] [--check]
+    python -m tests.benchmarks.plans --maxtext [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --present [NAME ...] [--json out.json] [--check]
     python -m tests.benchmarks.plans --pipelines [NAME ...] [--check]
     python -m tests.benchmarks.plans --search [--check]
@@ -13,19 +14,20 @@ GPU. float32 parameters and Adam moments, bfloat16 arithmetic, full remat, scann
 peer's figures: commit e591f30, libtpu 0.0.51, flash kernel, the same settings. --check ends with an error if a step
 needs more than the peer's or writes more collectives, computes more than 1.45 times the model's FLOPs, the analytic
 model is off by more than a tenth, 70B takes 3 s to lower or, where no NAME is given, 160 layers half as long again as
-8. --published: the configurations of MaxText's tables of MFU (`published.py`), each beside what was measured; --check
-ends with an error if one does not fit, computes more than that, the analytic model is off by more than a tenth, or the
-roofline is lower than what was measured. --present: the networks
-that the same scripts build today, beside the peer's memory; --check ends with an error if one needs more, `LARGER` if
-it needs more than is written there. --pipelines: `PIPELINES`; --check ends with
-an error if one does not fit. --search: 30 layouts of an 8B model on 16 chips; --check ends with an error if that takes
-ten minutes, or none of them fits. --gpu: steps for H100 and H200; --check ends with an error if one does not fit, the
-analytic model is off by more than a tenth, arithmetic is not 1.2 to 1.4 times the model's, or compiling takes two
-minutes.
+8. --maxtext: the same steps beside MaxText 0.2.5 of the package index, both by the installed compiler, with Python 3.12
+and what `nox -s plans_maxtext` installs; --check ends with an error if one needs more. --published: the configurations
+of MaxText's tables of MFU (`published.py`), each beside what was measured; --check ends with an error if one does not
+fit, computes more than that, the analytic model is off by more than a tenth, or the roofline is lower than what was
+measured. --present: the networks that the same scripts build today, beside the peer's memory; --check ends with an
+error if one needs more. --pipelines: `PIPELINES`; --check ends with an error if one does not fit. --search: 30 layouts
+of an 8B model on 16 chips; --check ends with an error if that takes ten minutes, or none of them fits. --gpu: steps for
+H100 and H200; --check ends with an error if one does not fit, the analytic model is off by more than a tenth,
+arithmetic is not 1.2 to 1.4 times the model's, or compiling takes two minutes.
 """
 
 import argparse
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -40,23 +42,13 @@ from maxlib import plan, sharding, weights
 from maxlib.distributed import xla_flags
 from maxlib.plan._program import make_program
 from maxlib.plan._targets import has_gpu_compiler
+from tests.benchmarks import _maxtext
+from tests.benchmarks._maxtext import GIB, Peer
 from tests.benchmarks.published import PRESENT, ROWS
 from tests.plan.jobs import layout
 
-GIB = 2**30
 EXPERTS_BY_NUMBER = {"layout": layout("fsdp_by_expert")}
 DEEPSEEK = "deepseek-v3", "v5p-512", 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """The peer's step: its peak in GiB, None where it does not fit; how many collectives are written in its program,
-    and the GiB that they move in a step, read by `maxlib.plan` as its own, None where its program was not read.
-    """
-
-    peak: float | None
-    written: int | None = None
-    moved: float | None = None
 
 
 def without_images(name: str) -> Any:
@@ -97,6 +89,35 @@ CASES: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
     "gemma4-31b text": (without_images("gemma4-31b"), "v5p-64", 4096, Peer(21.83), {}),
     "gemma4-26b-a4b text": (without_images("gemma4-26b-a4b"), "v5p-32", 4096, Peer(30.31), EXPERTS_BY_NUMBER),
     "deepseek-v3 ep64": (*DEEPSEEK, Peer(None), {"layout": layout("ep", fsdp=4, expert=64)}),
+}
+# As `CASES`, for networks that the peer's commit does not have.
+NEWER: dict[str, tuple[Any, str, int, Peer | None, dict[str, Any]]] = {
+    "deepseek-v4-flash": ("deepseek-v4-flash", "v5p-128", 4096, None, {"layout": layout("ep", fsdp=16, expert=4)}),
+    "qwen3-omni-30b-a3b": ("qwen3-omni-30b-a3b", "v5p-128", 4096, None, {}),
+}
+# The steps of both by MaxText's settings.
+MAXTEXT = {
+    "llama2-7b": "model_name=llama2-7b",
+    "llama3.1-8b": "model_name=llama3.1-8b",
+    "mixtral-8x7b": "model_name=mixtral-8x7b",
+    "mixtral-8x22b": "model_name=mixtral-8x22b",
+    "llama2-70b": "model_name=llama2-70b",
+    "llama3.1-405b": "model_name=llama3.1-405b",
+    "deepseek-v3": "model_name=deepseek3-671b",
+    "deepseek-v3 ep8": "model_name=deepseek3-671b",
+    # Flash attention over compressed keys, heads of the choice of keys and the loss in parts.
+    "deepseek-v4-flash": "model_name=deepseek4-284b use_tokamax_splash=True csa_qk_head_chunk_size=8 num_vocab_tiling=8",
+    "qwen3-30b-a3b": "model_name=qwen3-30b-a3b",
+    # Text, because MaxText does not scan layers that take images. Ours has the parameters of both encoders besides.
+    "qwen3-omni-30b-a3b": "model_name=qwen3-omni-30b-a3b scan_layers=True deepstack_visual_indexes_for_vit=[] "
+    "use_multimodal=False use_audio=False use_mrope=False",
+    "gpt-oss-20b": "model_name=gpt-oss-20b",
+    "llama4-17b-16e": "model_name=llama4-17b-16e",
+    "qwen3-next-80b-a3b": "model_name=qwen3-next-80b-a3b",
+    "qwen3-next-80b-a3b ep8": "model_name=qwen3-next-80b-a3b",
+    "qwen3.5-35b-a3b text": "model_name=qwen3.5-35b-a3b",
+    "gemma4-31b text": "model_name=gemma4-31b",
+    "gemma4-26b-a4b text": "model_name=gemma4-26b",
 }
 # preset, target, sequences per GPU, sequence, other settings; attention by our kernels for Hopper where not said.
 GPU_CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
@@ -143,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
-    for option in ("--check", "--published", "--present", "--pipelines", "--search", "--gpu"):
+    for option in ("--check", "--maxtext", "--published", "--present", "--pipelines", "--search", "--gpu"):
         parser.add_argument(option, action="store_true")
     args = parser.parse_args()
     if args.gpu and not has_gpu_compiler():
@@ -158,6 +179,8 @@ def main() -> None:
         wrong = table(args.names or GPU_CASES, on_gpus, args.json)
     elif args.pipelines:
         wrong = table(args.names or PIPELINES, pipelined, args.json)
+    elif args.maxtext:
+        wrong = table(args.names or MAXTEXT, beside_compiled, args.json)
     elif args.published:
         wrong = table(args.names or ROWS, beside_measured, args.json)
     elif args.present:
@@ -208,6 +231,28 @@ def beside_peer(name: str) -> Row:
     if peer and peer.moved is not None and moved > 1.0001 * peer.moved:
         wrong.append(f"{moved:.2f} GiB moved for {peer.moved}")
     return cells, wrong
+
+
+def beside_compiled(name: str) -> Row:
+    """Compiles a case and MaxText's step beside it."""
+    preset, target, sequence, _, more = (CASES | NEWER)[name]
+    got = plan.plan(plan.Job(preset, target, sequence=sequence, **more))
+    written, moved = sum(c.written for c in got.costs.collectives), sum(c.bytes for c in got.costs.collectives) / GIB
+    axes = {axis: degree for axis, degree in got.mesh.items() if degree > 1}
+    peer = _maxtext.compiled(target, sequence, axes, MAXTEXT[name].split())
+    cells = {
+        "target": f"{target}, {sequence}",
+        "mesh": mesh(got),
+        "peak GiB": f"{got.peak / GIB:.2f}",
+        "MaxText's": f"{peer.peak:.2f}" if peer.peak else "does not fit",
+        "collectives": written,
+        "MaxText's collectives": peer.written,
+        "moved GiB": f"{moved:.2f}",
+        "MaxText moves": peer.moved and f"{peer.moved:.2f}",
+        "libtpu": importlib.metadata.version("libtpu"),
+    }
+    most = peer.peak * GIB if peer.peak else got.target.chip.memory
+    return cells, ["more than MaxText"] if got.peak > most else []
 
 
 LOWERED = 3.0  # seconds, at most

@@ -169,6 +169,18 @@ def test_a_compiler_that_dies_leaves_its_last_words(last, words, tmp_path, monke
     assert words in said and said.endswith("y\nterminate: no room") and len(said) < 2200
 
 
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("Ran out of memory in memory space hbm. Used 107.3G of 95.74G hbm.", 57.3 * GIB),
+        ("the total memory required for HLO temporaries (133.84G) exceeds available HBM (95.73G)", 133.84 * GIB),
+        ("another reason", None),
+    ],
+)
+def test_temporaries_that_do_not_fit_are_read_from_the_error(message, needed):
+    assert run._needed(message, 50.0 * GIB) == (needed and pytest.approx(needed))
+
+
 def test_a_topology_that_does_not_exist_comes_with_one_that_does():
     pytest.importorskip("libtpu")
     with pytest.raises(ValueError, match="v5p:5x5x5: there is no topology v5p:5x5x5, .* take for example v5p:4x4x4 "):
