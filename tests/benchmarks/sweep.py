@@ -92,7 +92,6 @@ SPARSE = {
         "kimi-k2",
         "mimo-v2-flash",
         "minimax-m2",
-        "mistral-small-4-119b",
         "qwen3-235b-a22b",
         "qwen3-235b-a22b-2507",
         "qwen3-coder-480b-a35b",
