@@ -16,6 +16,7 @@ from maxlib.hardware import current_device
 
 Arrays = TypeVar("Arrays")
 _FEW = 64  # rows; twice as many take equally long both ways
+_LARGE = 2**16  # elements of a weight whose rearranging takes time
 
 
 def run_once_later(inputs: Any) -> tuple[Int[Array, ""], Any]:
@@ -161,9 +162,9 @@ def multiply_few(rows: Array, weight: Array) -> Array:
     """Multiplies rows `M I` by a weight `O I` to `M O`; few rows on CPUs as the second operand.
 
     XLA for CPUs (jax 0.10.2) rearranges the second operand of a product in every call, which takes as long as the
-    products of 16 rows themselves. A vector, and a weight for many rows, are multiplied as they are.
+    products of 16 rows themselves. A vector, a small weight, and a weight for many rows are multiplied as they are.
     """
-    if current_device()[0] != "cpu" or not 1 < len(rows) <= _FEW:
+    if current_device()[0] != "cpu" or not 1 < len(rows) <= _FEW or weight.size < _LARGE:
         return jnp.einsum("MI,OI->MO", rows, weight)
     columns = lax.optimization_barrier(rows.T)  # or XLA exchanges the operands again
     return lax.optimization_barrier(jnp.einsum("OI,IM->OM", weight, columns)).T

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from maxlib import _xla_workarounds as workarounds
 from maxlib import ops, sharding
-from maxlib._xla_workarounds import multiply_few
 from maxlib.kernels.grouped_matmul.rows import owners
 from maxlib.nn.quantized import QuantizedWeight
 
@@ -77,7 +77,7 @@ def _product(spec: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> Float
     _, of_w, of_y = spec.replace("->", ",").split(",")
     is_plain = x.ndim == w.ndim == 2 and of_w[0] == of_y[-1]  # "...I,OI->...O"
     if is_plain and x.dtype == jnp.float32 and sharding.current() is None:
-        return multiply_few(x, w)
+        return workarounds.multiply_few(x, w)
     return jnp.einsum(spec, x, w)
 
 

@@ -89,7 +89,9 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """Lowers the step for the layout's devices."""
         step = self.job.train_step(self.optimizer)
-        state = dataclasses.replace(self.state, rest=_choosing(self.state.rest, self.named))
+        state = self.state
+        if self.named:
+            state = dataclasses.replace(state, rest=_choosing(state.rest, self.named))
         # cuDNN cannot be compiled without a GPU.
         without_gpu = "offline" if parse_target(self.job.target).platform == "cuda" else None
         if (attention := self.job.attention or without_gpu) is not None:

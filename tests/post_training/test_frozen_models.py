@@ -195,7 +195,7 @@ def test_a_teacher_may_be_on_another_mesh():
         Once(), jax.device_put(teacher, sharding.shardings(teacher, theirs)), layout=theirs, **options
     )
     batch = training.shard_batch(next(spread), ours)
-    assert all(x.devices() == {*ours.mesh.devices.flat} for x in batch.values())
+    assert all(x.devices() == {*ours.mesh.devices.flat} for x in jax.tree.leaves(batch))
     want = next(pt.add_teacher(Once(), teacher, **options))
     np.testing.assert_array_equal(batch["teacher_ids"], want["teacher_ids"])
     np.testing.assert_allclose(batch["teacher_log_probs"], want["teacher_log_probs"], atol=1e-5)

@@ -26,8 +26,9 @@ def test_what_goes_wrong_is_no_score_and_is_counted():
         broken_off = pool._results([collections.deque([((9, 9), 1, "long")] * 4)] * 2)
         next(broken_off)
         broken_off.close()  # as Ctrl-C does; the other answers are of no later call
-        pool._workers[0].process.kill()  # while it waits
-        pool._workers[0].process.join()
+        waiting = next(worker for worker in pool._workers if worker.ready)  # another may still be starting
+        waiting.process.kill()
+        waiting.process.join()
         texts = [["x" * n for n in range(start, start + 40)] for start in (0, 100)]
         with ThreadPoolExecutor(2) as threads:  # as engines of AsyncRollouts
             at_once = list(threads.map(lambda items: pool(items)[:, 1].tolist(), texts))

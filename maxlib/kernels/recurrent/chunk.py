@@ -4,9 +4,9 @@ The gated delta rule (Yang et al. 2024, arXiv:2412.06464) and state-space dualit
 have one form. Within a chunk of C tokens, G is the running sum of log decays, and `D[i, j] = exp(G[i] - G[j])` for
 j <= i, else 0. The state S is stored transposed, `Hv Hk`:
 
-    V = T beta (v - exp(G) k S^T)   T = (I + strict_lower(beta k k^T D))^-1, of the delta rule
-    V = beta v                      of state-space duality: q is c, k is b, v is x and beta is dt
-    o = exp(G) q S^T + (q k^T D) V  S <- exp(G[C]) S + V^T (exp(G[C] - G) k)
+- of the delta rule, `V = T beta (v - exp(G) k S^T)` with `T = (I + strict_lower(beta k k^T D))^-1`;
+- of state-space duality, `V = beta v`, where q is c, k is b, v is x and beta is dt;
+- of both, `o = exp(G) q S^T + (q k^T D) V` and `S <- exp(G[C]) S + V^T (exp(G[C] - G) k)`.
 
 A document that begins inside a chunk needs no mask: the log decay of its first token is `START`, so every factor across
 it is zero.
