@@ -126,7 +126,10 @@ def test_transformers_continues_as_we_do(written):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     small, path = written
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # compressed-tensors 0.20 leaves packed zero points packed unless transformers dequantizes.
+    has_zeros = path.name == "int4_asymmetric"
+    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if has_zeros else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     answers = []
     for prompt in PROMPTS:
         made = model.generate(
