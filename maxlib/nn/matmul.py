@@ -166,7 +166,8 @@ class LowRank(nnx.Module):
         if self.magnitude is None:
             return y
         # [E, O] -> [M, O]: the gains of each row's expert.
-        return y * self.gain(w).astype(y.dtype).at[owners(rows_per_expert, len(rows))].get(mode="clip")
+        gains = self.gain(w).astype(y.dtype)
+        return y * gains.at[owners(rows_per_expert, len(rows))].get(mode="fill", fill_value=1)
 
     def matrix(self, w: Any) -> Float[Array, "..."]:
         """Returns the adapted weight in float32, with the dimensions of `w`."""

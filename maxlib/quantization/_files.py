@@ -162,8 +162,8 @@ def _as_saved(model: Any, manifest: dict[str, Any]) -> Any:
         if not isinstance(site, sites.SITES) or name not in manifest["formats"]:
             return site
         format, dtype = manifest["formats"][name], manifest["dtypes"][name]
-        cast = jax.tree.map(lambda a: a.astype(dtype), site)
-        return nn.stack.map_layers(lambda layer: store(layer, format, name), cast)
+        as_saved = jax.tree.map(lambda a: a.astype(dtype), site)
+        return nn.stack.map_layers(lambda layer: store(layer, format, name), as_saved)
 
     model = jax.tree_util.tree_map_with_path(lay_out, model, is_leaf=lambda x: isinstance(x, nn.Stack))
     return jax.tree_util.tree_map_with_path(quantize, model, is_leaf=lambda x: isinstance(x, sites.SITES))

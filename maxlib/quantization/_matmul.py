@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
 from maxlib._utils.varying import vary_alike
-from maxlib.kernels.grouped_matmul.rows import owners
+from maxlib.kernels.grouped_matmul.rows import only_used, owners
 from maxlib.quantization import _blocks, _emulated
 from maxlib.quantization._formats import Format
 
@@ -97,7 +97,8 @@ _einsum.defvjp(_einsum_forward, _einsum_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _grouped(rows, w, counts, weight_order: ops.ExpertWeightOrder, format: Format):
     if format.block is not None:
-        return _blocks.grouped(rows, w, counts, weight_order, format)
+        # Rows of no expert are arbitrary, and would affect a scale of all.
+        return _blocks.grouped(only_used(rows, counts), w, counts, weight_order, format)
     return _grouped_product(rows, w, counts, weight_order, format.activations, format.weights)
 
 
@@ -111,9 +112,7 @@ def _grouped_backward(weight_order, format, residuals, d):
         exact = functools.partial(ops.grouped_matmul, rows_per_expert=counts, weight_order=weight_order)
         return *jax.vjp(exact, rows, w)[1](d), None
     back: ops.ExpertWeightOrder = "EIO" if weight_order == "EOI" else "EOI"
-    # Rows of no expert are arbitrary, and would affect scales.
-    used = (jnp.arange(len(rows)) < counts.sum())[:, None]
-    d, rows = (jnp.where(used, a, jnp.zeros_like(a)) for a in (d, rows))
+    d, rows = (only_used(a, counts) for a in (d, rows))  # the others would affect scales
     if format.block is not None:
         d_rows = _blocks.grouped(d, w, counts, back, format, gradients=True)
         return d_rows, _blocks.grouped_outer(d, rows, counts, weight_order, format).astype(w.dtype), None

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from flax import nnx
+
 from maxlib import hardware, plan
 from maxlib.models import llama
 from maxlib.plan._hlo import _Program
@@ -27,8 +29,6 @@ NOT_LAUNCHED = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant"
 
 def unstacked() -> llama.Llama:
     """Returns the slice with its layers stored one by one."""
-    from flax import nnx
-
     model = llama.Llama(SLICE, rngs=nnx.Rngs(0))
     model.layers = model.layers.unstacked()
     return model

@@ -27,8 +27,8 @@ def filled(make, seed=0):
     return jax.tree.map(draw, jax.eval_shape(make))
 
 
-def moe(*, make_router=router, **options):
-    return filled(lambda: nn.MoE(DIM, MLP, router=make_router(), rngs=nnx.Rngs(0), **options))
+def moe(*, make_router=router, mlp_dim=MLP, **options):
+    return filled(lambda: nn.MoE(DIM, mlp_dim, router=make_router(), rngs=nnx.Rngs(0), **options))
 
 
 def inputs(B=4, T=7, seed=0):

@@ -1,5 +1,6 @@
 """Mixture of experts on eight devices: results equal one device, and the communication between devices."""
 
+import functools
 import math
 import re
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import nn, sharding
+from maxlib import adapters, nn, quantization, sharding
 from maxlib.nn.experts import _parallel as exchange
 from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, moe, value_and_gradients
 
@@ -60,7 +61,9 @@ def test_experts_split_over_devices_equal_the_loop(name):
     close(jax.device_get(got), want)
 
 
-def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+def ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name, fill=jnp.nan
+):
     """Emulates `jax.lax.ragged_all_to_all`, which XLA lacks on CPUs: every device gathers everything and takes the rows
     sent to it.
     """
@@ -72,7 +75,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     rows = jax.vmap(lambda a, at: a[at])(jax.lax.all_gather(operand, axis_name), (start + row) % operand.shape[0])
     at = jnp.where(row < size, there + row, output.shape[0])
     # What no row is sent to is undefined on accelerators.
-    return jnp.full_like(output, jnp.nan).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
+    return jnp.full_like(output, fill).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
 
 
 FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("dense", "ragged")]
@@ -114,6 +117,33 @@ def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging)
         with sharding.use(layout):
             got = gradients(split, x)
         close(jax.device_get(got), jax.device_get(looped(layer, x)))
+
+
+def with_nvfp4(layer):
+    return quantization.for_training(layer, [quantization.Rule(quantization.TRAINING["nvfp4"])])
+
+
+def with_dora(layer):
+    rules = [adapters.Rule(adapters.LoRA(2, 4, dora=True), kinds=("expert",))]
+    return adapters.add(layer, rules, rngs=nnx.Rngs(2))
+
+
+@pytest.mark.parametrize("change", [with_nvfp4, with_dora])
+def test_what_no_row_is_sent_to_changes_nothing(change, monkeypatch):
+    """A scale of all rows, and the gradient of an expert's gains, leave it out: it may be NaN."""
+    layer = change(moe(mlp_dim=32, make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1))))
+    x = inputs(B=4, T=16)
+    monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
+    ragged = sharding.EP | sharding.ExpertParallel(exchange="ragged")
+    layout = sharding.Layout(sharding.make_mesh(expert=2, data=2, devices=jax.devices()[:4]), ragged)
+    results = []
+    for fill in (0.0, jnp.nan):
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", functools.partial(ragged_all_to_all, fill=fill))
+        trainable, rest = nn.partition(jax.device_put(layer, sharding.shardings(layer, layout)))
+        with sharding.use(layout):
+            loss = lambda trainable, x: jnp.sum(jnp.sin(nn.combine(trainable, rest)(x)[0]))
+            results.append(jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(trainable, x)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def exchanges_of_a_gradient(layer, behind, policy) -> int:
