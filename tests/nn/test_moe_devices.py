@@ -136,10 +136,10 @@ def test_what_no_row_is_sent_to_changes_nothing(change, monkeypatch):
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
     ragged = sharding.EP | sharding.ExpertParallel(exchange="ragged")
     layout = sharding.Layout(sharding.make_mesh(expert=2, data=2, devices=jax.devices()[:4]), ragged)
+    trainable, rest = nn.partition(jax.device_put(layer, sharding.shardings(layer, layout)))
     results = []
     for fill in (0.0, jnp.nan):
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", functools.partial(ragged_all_to_all, fill=fill))
-        trainable, rest = nn.partition(jax.device_put(layer, sharding.shardings(layer, layout)))
         with sharding.use(layout):
             loss = lambda trainable, x: jnp.sum(jnp.sin(nn.combine(trainable, rest)(x)[0]))
             results.append(jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(trainable, x)))
