@@ -3,11 +3,12 @@
     python -m tests.benchmarks.sweep [NAME ...] [--targets v5p v6e] [--share 0/4] [--estimate] [--save] [--check]
     python -m tests.benchmarks.sweep --recorded [NAME ...] [--targets v5p v6e] [--check]
 
-Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. 4096 tokens (fewer if the model takes fewer), one sequence a chip,
-full remat, on the smallest slice on which it takes at most nine tenths of the memory by the analytic model and, when
-compiled, fits without computing values again for that: FSDP or, for experts, the fastest of FSDP and the degrees of
-expert parallelism by the estimate. Where no slice is large enough, tensor parallelism is tried, then all of the memory,
-and then FSDP or experts over several slices. Presets of the same sizes are compiled once. --share i/n takes every n-th
+Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. Sequences of 4096 tokens (fewer if the model takes fewer), on the
+smallest slice on which full remat and one sequence a chip take at most nine tenths of the memory by the analytic model
+and, when compiled, fit without computing values again for that: FSDP or, for experts, the fastest of FSDP and the
+degrees of expert parallelism by the estimate. Where no slice is large enough, tensor parallelism is tried, then all of
+the memory, and then FSDP or experts over several slices. There a row is the fastest step that fits of those that
+`plan.search` compiles, the most promising of `REMATS` and `BATCHES`. Presets of the same sizes are compiled once. --share i/n takes every n-th
 preset from the i-th. --estimate compiles nothing. --save puts what was compiled into `sweep.json`, and --recorded shows
 what is there, without libtpu. --check ends with an error if a step computes more than 1.45 times the model's FLOPs,
 does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW`, `NARROW` and `SPARSE` give no reason; with
@@ -22,7 +23,7 @@ import importlib.util
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from tests.benchmarks.plans import AGAIN, GIB
 
 WITH_ENCODERS = ("bert", "modernbert", "t5", "t5gemma", "whisper")
 SEQUENCE, LEAST_MFU, FULL_SLICE = 4096, 0.6, 0.9  # of a chip's memory
+# What is tried on a slice: remat policies, and multiples of 4096 tokens a chip; and how many of both are compiled.
+REMATS, BATCHES, COMPILED = ("full", "attention", "qkv", "dots_except_mlp", "dots", "minimal", None), (1, 2, 4), 3
 STATE = 16  # bytes a parameter: itself, its gradient and two moments
 SIZES = {"v5p": [8 * 2**i for i in range(9)], "v6e": [4 * 2**i for i in range(7)], "v5e": [4 * 2**i for i in range(7)]}
 SEVERAL = {
@@ -127,9 +130,10 @@ def main() -> None:
         return
     first, of = map(int, args.share.split("/"))
     print(
-        "| preset, target | parameters | mesh | peak GiB | analytic | FLOPs, times the model's | MFU | bound by | s |"
+        "| preset, target | parameters | mesh | remat | batch a chip | peak GiB | analytic | FLOPs, times the model's | MFU "
+        "| bound by | s |"
     )
-    print("|---" * 9 + "|")
+    print("|---" * 11 + "|")
     rows = []
     for row in matching(args.names, args.targets) if args.recorded else swept(args, first, of):
         rows.append(row)
@@ -146,7 +150,7 @@ def main() -> None:
 def swept(args: argparse.Namespace, first: int, of: int) -> Iterator[dict[str, Any]]:
     for name in (args.names or distinct())[first::of]:
         for chip in args.targets:
-            yield row(name, chip, plan.estimated if args.estimate else plan.plan)
+            yield row(name, chip, 0 if args.estimate else COMPILED)
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -184,10 +188,10 @@ def distinct() -> list[str]:
     return list(names.values())
 
 
-def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan) -> dict[str, Any]:
+def row(name: str, chip: str, compile: int = COMPILED) -> dict[str, Any]:
     """Returns the compiler's and the roofline's results for a preset on the smallest slice that fits, or an error."""
     try:
-        got = planned(name, chip, make)
+        got = planned(name, chip, compile)
     except Exception as error:  # one that cannot be planned must not end the sweep
         return {"preset": name, "target": chip, "error": f"{type(error).__name__}: {str(error)[:200]}"}
     assert got.flops_factor and got.estimate, "the program's text could not be read"
@@ -197,6 +201,8 @@ def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan)
         "parameters": got.num_parameters,
         "mesh": " x ".join(f"{axis} {n}" for axis, n in got.mesh.items() if n > 1),
         "sequence": got.job.sequence,
+        "remat": got.job.remat,
+        "batch": got.job.per_device_batch_size,
         "peak": got.peak,
         "analytic": got.analytic.total,
         "fits": got.fits,
@@ -209,23 +215,38 @@ def row(name: str, chip: str, make: Callable[[plan.Job], plan.Plan] = plan.plan)
     }
 
 
-def planned(name: str, chip: str, make: Callable[[plan.Job], plan.Plan]) -> plan.Plan:
-    """Returns the plan on the smallest slice on which it fits without computing too much again.
+def planned(name: str, chip: str, compile: int) -> plan.Plan:
+    """Returns the fastest plan on the smallest slice on which one fits without computing too much again.
 
     If there is none, the plan on the smallest slice; raises ValueError with the last reason if there is no plan at all.
     """
     first = None
     try:
         for job in fitting(name, chip):
-            got = make(job)
-            if got.fits and ((got.flops_factor or 0.0) <= 1 + AGAIN or name in COSTLY):
-                return got
-            first = first or got
+            tried = searched(job, compile)
+            if good := [got for got in tried if got.fits and is_lean(got)]:
+                return max(good, key=lambda got: got.estimate.mfu if got.estimate else 0.0)
+            first = first or tried[-1]
     except ValueError:
         if first is None:
             raise
     assert first is not None
     return first
+
+
+def searched(job: plan.Job, compile: int) -> list[plan.Plan]:
+    """Returns the plans of the most promising remat policies and batches; the job's own plan if none of them is good."""
+    batches = [times * SEQUENCE // job.sequence for times in BATCHES]
+    result = plan.search(job, layouts=[job.layout], remats=REMATS, batches=batches, compile=compile)
+    tried = [got for got in result.plans if got.compiled == (compile > 0)]
+    if any(got.fits and is_lean(got) for got in tried):
+        return tried
+    return [*tried, plan.plan(job) if compile else plan.estimated(job)]
+
+
+def is_lean(got: plan.Plan) -> bool:
+    """Returns True if a step does not compute too much again."""
+    return (got.flops_factor or 0.0) <= 1 + AGAIN or got.job.title in COSTLY
 
 
 def fitting(name: str, chip: str) -> Iterator[plan.Job]:
@@ -291,6 +312,8 @@ def shown(row: dict[str, Any]) -> str:
     values = [
         f"{row['parameters'] / 1e9:.2f}B",
         row["mesh"],
+        str(row["remat"]),
+        f"{row['batch']:g}",
         f"{row['peak'] / GIB:.2f}",
         f"{row['analytic'] / row['peak'] - 1:+.1%}",
         f"{row['factor']:.2f}",

@@ -11,6 +11,8 @@ ROW = {
     "parameters": 6.7e9,
     "mesh": "fsdp 4",
     "sequence": 4096,
+    "remat": "full",
+    "batch": 1,
     "peak": 2.0**30,
     "analytic": 2.0**30,
     "fits": True,
