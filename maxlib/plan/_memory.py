@@ -133,10 +133,11 @@ def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
         def residuals(rows):
             return jax.eval_shape(backward, *model_inputs(program, rows))
 
-        return _activations(residuals, rows, job.sequence, weights)
+        # Of one row: the batches of a search share the trace.
+        return _activations(residuals, 1, job.sequence, weights)
 
     def count(leaves):
-        return sum(_kept_bytes(x, program) for x in leaves)
+        return rows * sum(_kept_bytes(x, program) for x in leaves)
 
     remat = job.remat if not program.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))

@@ -7,10 +7,10 @@ Needs libtpu (`pip install "maxlib[tpu]"`), no TPU. Sequences of 4096 tokens (fe
 smallest slice on which full remat and one sequence a chip take at most nine tenths of the memory by the analytic model
 and, when compiled, fit without computing values again for that: FSDP or, for experts, the fastest of FSDP and the
 degrees of expert parallelism by the estimate. Where no slice is large enough, tensor parallelism is tried, then all of
-the memory, and then FSDP or experts over several slices. On that slice a row is the fastest of the steps that
-`plan.search` compiles, the most promising of `REMATS` and `BATCHES`. Presets of the same sizes are compiled once.
---share i/n takes every n-th preset from the i-th. --estimate compiles nothing. --save puts what was compiled into
-`sweep.json`, and --recorded shows what is there, without libtpu. --check ends with an error if a step computes more than 1.45 times the model's FLOPs,
+the memory, and then FSDP or experts over several slices. A row is the fastest of the steps that `plan.search` compiles
+there, the most promising of `REMATS` and `BATCHES`; if it falls short of 60%, the next slice or layout is tried too.
+Presets of the same sizes are compiled once. --share i/n takes every n-th preset from the i-th. --estimate compiles
+nothing. --save puts what was compiled into `sweep.json`, and --recorded shows what is there, without libtpu. --check ends with an error if a step computes more than 1.45 times the model's FLOPs,
 does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW`, `NARROW` and `SPARSE` give no reason; with
 --recorded also if a preset has no row, and `MISSING` gives no reason.
 """
@@ -218,35 +218,41 @@ def row(name: str, chip: str, compile: int = COMPILED) -> dict[str, Any]:
 def planned(name: str, chip: str, compile: int) -> plan.Plan:
     """Returns the fastest plan on the smallest slice on which one fits without computing too much again.
 
-    If there is none, the plan on the smallest slice; raises ValueError with the last reason if there is no plan at all.
+    If it falls short of `LEAST_MFU`, also the next layout or larger slice is tried. If no plan fits, returns that on
+    the smallest slice; raises ValueError with the last reason if there is no plan at all.
     """
-    first = None
+    tried: list[plan.Plan] = []
+    slices = 0  # since the first on which a plan fits
     try:
         for job in fitting(name, chip):
-            tried = searched(job, compile)
-            if good := [got for got in tried if got.fits and is_lean(got)]:
-                return max(good, key=lambda got: got.estimate.mfu if got.estimate else 0.0)
-            first = first or tried[-1]
+            tried += searched(job, compile)
+            best = max(map(mfu, filter(is_good, tried)), default=None)
+            slices += best is not None
+            if slices == 2 or (best or 0.0) >= LEAST_MFU:
+                break
     except ValueError:
-        if first is None:
+        if not tried:
             raise
-    assert first is not None
-    return first
+    return max(filter(is_good, tried), key=mfu, default=tried[0])
+
+
+def mfu(got: plan.Plan) -> float:
+    return got.estimate.mfu if got.estimate else 0.0
 
 
 def searched(job: plan.Job, compile: int) -> list[plan.Plan]:
-    """Returns the plans of the most promising remat policies and batches; if none is good, also the job's own."""
+    """Returns the plans of the most promising remat policies and batches; if none is good, the job's own first."""
     batches = [times * SEQUENCE // job.sequence for times in BATCHES]
     result = plan.search(job, layouts=[job.layout], remats=REMATS, batches=batches, compile=compile)
     tried = [got for got in result.plans if got.compiled == (compile > 0)]
-    if any(got.fits and is_lean(got) for got in tried):
+    if any(map(is_good, tried)):
         return tried
-    return [*tried, plan.plan(job) if compile else plan.estimated(job)]
+    return [plan.plan(job) if compile else plan.estimated(job), *tried]
 
 
-def is_lean(got: plan.Plan) -> bool:
-    """Returns True if a step does not compute too much again."""
-    return (got.flops_factor or 0.0) <= 1 + AGAIN or got.job.title in COSTLY
+def is_good(got: plan.Plan) -> bool:
+    """Returns True if a step fits and does not compute too much again."""
+    return got.fits and ((got.flops_factor or 0.0) <= 1 + AGAIN or got.job.title in COSTLY)
 
 
 def fitting(name: str, chip: str) -> Iterator[plan.Job]:
