@@ -10,9 +10,10 @@ degrees of expert parallelism by the estimate. Where no slice is large enough, t
 the memory, and then FSDP or experts over several slices. A row is the fastest of the steps that `plan.search` compiles
 there, the most promising of `REMATS` and `BATCHES`; if it falls short of 60%, the next slice or layout is tried too.
 Presets of the same sizes are compiled once. --share i/n takes every n-th preset from the i-th. --estimate compiles
-nothing. --save puts what was compiled into `sweep.json`, and --recorded shows what is there, without libtpu. --check ends with an error if a step computes more than 1.45 times the model's FLOPs,
-does not fit, or has less than 60% MFU at the roofline, and `COSTLY`, `SLOW`, `NARROW` and `SPARSE` give no reason; with
---recorded also if a preset has no row, and `MISSING` gives no reason.
+nothing. --save puts what was compiled into `sweep.json`, and --recorded shows what is there, without libtpu. --check
+ends with an error if a step computes more than 1.45 times the model's FLOPs, does not fit, or has less than 60% MFU at
+the roofline, and `COSTLY`, `SLOW`, `NARROW` and `SPARSE` give no reason; with --recorded also if a preset has no row,
+and `MISSING` gives no reason.
 """
 
 import argparse
