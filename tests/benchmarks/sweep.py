@@ -195,6 +195,11 @@ def row(name: str, chip: str, compile: int = COMPILED) -> dict[str, Any]:
         got = planned(name, chip, compile)
     except Exception as error:  # one that cannot be planned must not end the sweep
         return {"preset": name, "target": chip, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+    return as_row(name, got)
+
+
+def as_row(name: str, got: plan.Plan) -> dict[str, Any]:
+    """Returns what is recorded of a preset's plan."""
     assert got.flops_factor and got.estimate, "the program's text could not be read"
     return {
         "preset": name,
