@@ -247,13 +247,12 @@ def mfu(got: plan.Plan) -> float:
 
 
 def searched(job: plan.Job, compile: int) -> list[plan.Plan]:
-    """Returns the plans of the most promising remat policies and batches; if none is good, the job's own first."""
+    """Returns the job's own plan, and those of the most promising remat policies and batches on its slice."""
     batches = [times * SEQUENCE // job.sequence for times in BATCHES]
     result = plan.search(job, layouts=[job.layout], remats=REMATS, batches=batches, compile=compile)
-    tried = [got for got in result.plans if got.compiled == (compile > 0)]
-    if any(map(is_good, tried)):
-        return tried
-    return [plan.plan(job) if compile else plan.estimated(job), *tried]
+    if not compile:
+        return [plan.estimated(job), *result.plans]
+    return [plan.plan(job), *(got for got in result.plans if got.compiled)]
 
 
 def is_good(got: plan.Plan) -> bool:
