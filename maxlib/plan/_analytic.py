@@ -38,7 +38,7 @@ ASSUMES = (
 )
 
 
-def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Costs:
+def analytic_costs(program: Program, model_flops: float, kept: float, offloaded: float) -> Costs:
     """Estimates arithmetic, memory traffic, collectives and host copies from shapes and rules.
 
     Against libtpu, for Mixtral-8x7B on expert 8 x context 2: tokens travel in the same bytes, the program's permutes
@@ -48,6 +48,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     Args:
         program: The training step.
         model_flops: The model's FLOPs of a step on all devices.
+        kept: Bytes of activations that the backward pass reads from the device's memory.
         offloaded: Bytes of activations that the backward pass reads from the host.
     """
     step, schedule, (vocab, dim) = step_of(program), schedule_of(program.layout), program.head
@@ -61,7 +62,8 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     collectives.sort(key=lambda collective: -collective.bytes)
     # Weights are read in both passes; gathered weights are also written.
     weights = sum((4 if weight.gathered else 2) * weight.size * weight.uses for weight in step.weights)
-    traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
+    # Of 60 passes over a layer's input with full remat, two are for the input that is kept.
+    traffic = weights + 8 * _local(program) + (20 * step.passes - 2) * step.layers * step.hidden + 2 * kept
     traffic += _expert_passes(step) / 3 * _expert_bytes(program, step)
     traffic += step.passes / 3 * _recurrent_bytes(program, step) + _grouped(program, step, _moved)
     # The head splits its rows over stages; only layers are idle in a pipeline. Remat repeats their forward pass.
