@@ -82,10 +82,10 @@ SLOW = {
 # gates and the rotation of queries and keys pass the same rows again. In the program of Gemma 3 270M, half of the bytes
 # are its logits': 15 for each, where 7 pass in the time of its 6 x 640 FLOPs.
 NARROW = {"v6e": 1600}
-# Mixtures of experts that only the slower memory of these chips bounds. In the program of Qwen3-235B-A22B (two sequences
-# a chip) experts are 58 % of 3,510 GB: 15 for rows that travel, 13 for rows that are gathered and summed, 18 for grouped
-# matmuls, 12 for what is elementwise. Of these 58, 46 must move if each array is written once, and read once where it is
-# used: 79 %. The others are not measured one by one.
+# Mixtures of experts that only the slower memory of these chips bounds. In the program of Qwen3-235B-A22B, two
+# sequences a chip, experts are 58 % of 3,510 GB: 15 for rows that travel, 13 for rows that are gathered and summed, 18
+# for grouped matmuls, 12 for what is elementwise. Of these 58, 46 must move if each array is written once, and read once
+# where it is used: 79 %. The others are not measured one by one.
 SPARSE = {
     "v6e": (
         "deepseek-v2",
