@@ -84,8 +84,8 @@ SLOW = {
 NARROW = {"v6e": 1600}
 # Mixtures of experts that only the slower memory of these chips bounds. In the program of Qwen3-235B-A22B, two
 # sequences a chip, experts are 58 % of 3,510 GB: 15 for rows that travel, 13 for rows that are gathered and summed, 18
-# for grouped matmuls, 12 for what is elementwise. Of these 58, 46 must move if each array is written once, and read once
-# where it is used: 79 %. The others are not measured one by one.
+# for grouped matmuls, 12 for what is elementwise. Of these 58, 46 must move if each array is written once, and read
+# once where it is used: 79 %. The others are not measured one by one.
 SPARSE = {
     "v6e": (
         "deepseek-v2",
@@ -94,7 +94,6 @@ SPARSE = {
         "glm-4.5",
         "glm-4.5-air",
         "glm-4.6",
-        "hy3",
         "kimi-k2",
         "mimo-v2-flash",
         "minimax-m2",
