@@ -19,6 +19,7 @@ import maxlib
 from maxlib import adapters, observability, tokenization
 from maxlib.data import _sources
 from maxlib.weights import _hub
+from tests.models import parity
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ["--steps", "6", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
@@ -95,13 +96,9 @@ def test_pretrain_resumes(corpus, tmp_path):
     assert final_loss(again) == final_loss(first) and "step 6" in again
 
 
+@full  # by default those of each family in tests/models open
 def test_export_opens_in_transformers(run):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    import jax.numpy as jnp
-    import numpy as np
-
-    import maxlib
-
     out, _ = run
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
@@ -109,7 +106,7 @@ def test_export_opens_in_transformers(run):
     assert ids[0, 0] == tokenizer.bos_token_id
     want = theirs(torch.tensor(ids)).logits.detach().numpy()
     ours = maxlib.from_pretrained(out / "model")
-    got = ours.logits(ours(jnp.asarray(ids, jnp.int32), dtype=jnp.float32).hidden)
+    got = parity.logits(ours, ids.astype(np.int32))
     np.testing.assert_allclose(got, want, atol=1e-4 * want.std())
 
 
