@@ -83,6 +83,7 @@ def run(corpus, tmp_path_factory) -> tuple[Path, str]:
     return out, example("pretrain.py", corpus, "--out", out, *SMALL)
 
 
+@full  # by default pyright reads it, and tests/test_docs.py trains and writes text as it does
 def test_pretrain_goes_from_text_to_an_export(run):
     out, first = run
     assert "unigram entropy" in first and "A sample: " in first
@@ -177,6 +178,7 @@ def test_chats_get_the_images_of_others():
     assert of(chat, {"messages": [answer]}) == chat
 
 
+@full  # by default that of the command `generate`
 def test_generate_writes_from_a_directory(run):
     text = example("generate.py", "Once there", "--model", run[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4

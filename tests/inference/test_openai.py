@@ -93,7 +93,7 @@ def client(served):
 
 def test_the_official_client_reads_completions(model, client):
     assert [each.id for each in client.models.list()] == ["tiny"]
-    prompt, alone = "Once upon", inference.LocalEngine(model, capacity=128, dtype=jnp.float32)
+    prompt, alone = "Once upon", inference.LocalEngine(model, slots=4, capacity=128, dtype=jnp.float32)
     ids = TOKENIZER.encode(prompt).ids
     ((want,),) = alone.generate([ids], max_new_tokens=12, stop_token_ids=[EOS])
     options = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}

@@ -21,6 +21,8 @@ SYSTEM = RNG.integers(0, 40, 37).tolist()
 PROMPTS = [[*SYSTEM, *RNG.integers(0, 40, n).tolist()] for n in (3, 30, 7, 1)] + [[4, 5], SYSTEM[:20]]
 SAMPLERS = [Sampler(1.2, 20, 0.9, 0.01), Sampler(0.8, top_k=20), GREEDY, GREEDY, Sampler(), Sampler(0.5, top_p=0.8)]
 
+DRAWN = {"sampler": Sampler(0.8, presence_penalty=0.5), "key": jax.random.key(5)}
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -78,11 +80,9 @@ def count_calls(monkeypatch, name):
 def test_rows_wait_for_blocks_and_give_them_back(model, monkeypatch):
     """Three rows that end with three blocks each do not fit four: the newest is computed again, and draws the same."""
     prompts = [[*SYSTEM, *RNG.integers(0, 40, n).tolist()] for n in (13, 15, 12)]
-    sampler = Sampler(0.8, presence_penalty=0.5)
-    options = {"max_new_tokens": [100, 90, 80], "sampler": sampler, "key": jax.random.key(5)}
-    want = LocalEngine(model, slots=3, dtype=jnp.float32).generate(prompts, **options)
-    engine, calls = LocalEngine(model, slots=3, cache_tokens=300, dtype=jnp.float32), count_calls(monkeypatch, "insert")
-    got = engine.generate(prompts, **options)
+    want = LocalEngine(model, slots=4, dtype=jnp.float32).generate(prompts, max_new_tokens=[100, 90, 80], **DRAWN)
+    engine, calls = LocalEngine(model, slots=4, cache_tokens=300, dtype=jnp.float32), count_calls(monkeypatch, "insert")
+    got = engine.generate(prompts, max_new_tokens=[100, 90, 80], **DRAWN)
     assert len(calls) > 3 and engine.cache_tokens == 256
     for (completion,), (alone,) in zip(got, want, strict=True):
         assert completion.tokens == alone.tokens
@@ -95,16 +95,17 @@ def test_rows_wait_for_blocks_and_give_them_back(model, monkeypatch):
 
 def test_rows_share_the_blocks_of_their_common_beginning(model):
     system, engine = RNG.integers(0, 40, 130).tolist(), LocalEngine(model, slots=4, dtype=jnp.float32)
-    first = engine.submit([*system, 1], max_new_tokens=20)
+    first = engine.submit([*system, 1], max_new_tokens=20, **DRAWN)
     next(iter(first))
-    rows = [engine.submit([*system, n], max_new_tokens=20) for n in range(2, 5)]
-    samples = [engine.submit([*system, 4], max_new_tokens=20) for _ in range(2)]  # of one prompt
+    rows = [engine.submit([*system, n], max_new_tokens=20, **DRAWN) for n in range(2, 5)]
+    samples = [engine.submit([*system, 4], max_new_tokens=20, **DRAWN) for _ in range(2)]  # of one prompt
     for row in rows:
         next(iter(row))
     assert len(engine._memory) - engine._memory.num_free == 2 + 4  # two blocks of all, and one of each
     assert [row.cached for row in rows] == [130] * 3
-    want = LocalEngine(model, slots=4, reuse=False, dtype=jnp.float32).generate([[*system, 4]], max_new_tokens=20)
-    assert [row.result().tokens for row in (rows[2], *samples)] == [want[0][0].tokens] * 3
+    alone = LocalEngine(model, slots=4, reuse=False, dtype=jnp.float32)
+    want = alone.submit([*system, 4], max_new_tokens=20, **DRAWN).result().tokens
+    assert [row.result().tokens for row in (rows[2], *samples)] == [want] * 3
 
 
 def test_a_state_is_reused_by_what_continues_all_of_it(monkeypatch):

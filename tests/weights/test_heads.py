@@ -132,7 +132,9 @@ def test_adapters_of_a_reward_model_are_those_of_peft(tmp_path):
 def test_a_model_with_another_head_keeps_the_rest():
     model = filled_llama(num_layers=2)
     critic = nn.with_head(model, nn.ScoreHead(32, 1, rngs=nnx.Rngs(0)))
-    values, scores = jax.eval_shape(lambda: [m.logits(m(TOKENS, dtype=jnp.float32).hidden) for m in (critic, model)])
+    values, scores = jax.eval_shape(
+        lambda: [m.logits(m(jnp.asarray(TOKENS), dtype=jnp.float32).hidden) for m in (critic, model)]
+    )
     assert values.shape == (3, 9, 1) and values.dtype == jnp.float32
     assert scores.shape[-1] == 61  # the model is as it was
     with pytest.raises(ValueError, match="the last axes of x must be D=32 for the head"):
