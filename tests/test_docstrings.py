@@ -36,6 +36,7 @@ from maxlib import (
 from maxlib.models import llama
 from tests import page_names
 from tests.data import test_megatron, test_webdataset
+from tests.nn.tiny import filled
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
@@ -98,7 +99,7 @@ CONFIG = llama.Config(
 
 def trained() -> dict[str, Any]:
     """A small model, with and without an adapter, and what trains it."""
-    model = jax.jit(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0)))()
+    make = lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0))
     row = {"tokens": np.arange(8, dtype=np.int32), "targets": np.arange(1, 9, dtype=np.int32)}
     rows = grain.MapDataset.source([row] * 8).repeat()
     return {
@@ -106,9 +107,9 @@ def trained() -> dict[str, Any]:
         "cfg": CONFIG,
         "optimizer": training.adamw(1e-3),
         "loader": data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=8),
-        "model": model,
+        "model": filled(make),
         "tokens": jnp.stack([row["tokens"]] * 8),
-        "tuned": adapters.add(model, adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1)),
+        "tuned": filled(lambda: adapters.add(make(), adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1))),
     }
 
 

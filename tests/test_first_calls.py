@@ -112,11 +112,12 @@ BEGINNING = """
     from flax import nnx
     from maxlib import adapters, data, inference, nn, ops, post_training, save_pretrained, sharding, training, weights
     from maxlib.models import llama
+    from tests.nn.tiny import filled
 
     rope = ops.Rope(8, max_length=16)
     cfg = llama.Config(vocab=32, num_layers=1, dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, rope=rope)
     build = lambda: llama.Llama(cfg, rngs=nnx.Rngs(0))
-    model, adam, rngs = jax.jit(build)(), training.adamw(1e-3), nnx.Rngs(0)
+    model, adam, rngs = filled(build), training.adamw(1e-3), nnx.Rngs(0)
     Tensor = type('Tensor', (), {'__module__': 'torch'})
     mesh, ids = sharding.make_mesh(fsdp=-1), jnp.array([[1, 2]])
     attend = lambda mask: nn.Attention(8, num_heads=1, head_dim=8, mask=mask, rngs=rngs)(jnp.ones((1, 4, 8)))

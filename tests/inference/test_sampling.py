@@ -106,7 +106,7 @@ def test_filters_equal_their_definitions(settings):
     np.testing.assert_array_equal(np.isfinite(logits), want)
 
 
-@pytest.mark.parametrize("temperature", [1e-37, 1e-3])
+@pytest.mark.parametrize("temperature", [1e-37, 1e-20, 1e-3])
 def test_a_low_temperature_draws_the_best(temperature):
     logits = jnp.asarray([[40.0, -3.0, 41.0, 0.0], [-50.0, -60.0, -70.0, -jnp.inf]])
     sampler, keys = Sampler(temperature=temperature, top_p=0.9), jax.random.split(jax.random.key(0), 2)

@@ -122,13 +122,14 @@ def test_the_loss_is_that_of_trl():
 
 
 def test_labels_of_steps():
-    logits, labels = rng.normal(size=(2, 6, 3)).astype(np.float32), np.full((2, 6), -1)
+    logits, labels = jnp.asarray(rng.normal(size=(2, 6, 3)), jnp.float32), np.full((2, 6), -1)
     labels[0, [1, 4]], labels[1, 5] = [2, 0], 1
-    run = jax.jit(
-        lambda targets: post_training.TokenClassification().from_hidden(Scores(), logits, {"targets": targets})
-    )
+    loss = post_training.TokenClassification()
+    run = jax.jit(lambda targets: loss.from_hidden(Scores(), logits, {"targets": targets}))
     value, stats = run(labels)
-    wanted = F.cross_entropy(torch.tensor(logits).reshape(-1, 3), torch.tensor(labels).reshape(-1), ignore_index=-1)
+    wanted = F.cross_entropy(
+        torch.tensor(np.asarray(logits)).reshape(-1, 3), torch.tensor(labels).reshape(-1), ignore_index=-1
+    )
     np.testing.assert_allclose(value / stats.num_targets, wanted, rtol=1e-6)
     labels[0, 1] = 3  # the head has 3 labels
     assert np.isnan(run(labels)[0])
