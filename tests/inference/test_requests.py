@@ -62,7 +62,7 @@ def test_reuse_chunks_drafts_and_order_change_no_text(model, options):
     order = list(range(len(PROMPTS)))
     want, cached = run(LocalEngine(model, slots=2, capacity=96, reuse=False, dtype=jnp.float32), order)
     assert cached == 0
-    random.Random(1).shuffle(order)
+    order[1:] = random.Random(1).sample(order[1:], 5)  # the first has all filters, so steps are compiled once
     got, cached = run(LocalEngine(model, slots=2, chunk=16, dtype=jnp.float32, **options), order)
     assert got.keys() == want.keys() and (cached > 200 or "cache_tokens" in options)
     for name, (tokens, log_probs) in got.items():

@@ -137,9 +137,3 @@ def test_filters_keep_what_they_promise():
     np.testing.assert_array_equal(kept(Sampler(top_p=0.01))[1], [0, 0, 0, 0, 1])
     np.testing.assert_array_equal(kept(Sampler(min_p=0.3))[0], [1, 1, 1, 0, 0])
     np.testing.assert_array_equal(kept(Sampler(top_k=4, top_p=0.9, min_p=0.4))[0], [1, 1, 0, 0, 0])
-
-
-def test_the_narrowest_settings_keep_the_best_and_the_widest_all():
-    for narrow in (Sampler(top_k=1), Sampler(min_p=1.0), Sampler(top_p=1e-6)):
-        np.testing.assert_array_equal(kept(narrow)[0], [1, 0, 0, 0, 0])
-    np.testing.assert_array_equal(kept(Sampler(top_p=1.0)), np.ones((2, 5)))

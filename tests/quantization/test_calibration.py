@@ -207,8 +207,8 @@ def test_formats_and_rules_are_checked(dense):
 
 def test_a_model_with_adapters_is_refused():
     """Scales and rotations would change the weight, and not the adapter beside it."""
-    lora, rngs = adapters.LoRA(rank=2, alpha=4), nnx.Rngs(0)
-    adapted = filled(lambda: adapters.add(llama.Llama(DENSE, rngs=rngs), lora, rngs=rngs))
+    model = lambda: llama.Llama(DENSE, rngs=nnx.Rngs(0))
+    adapted = filled(lambda: adapters.add(model(), adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1)))
     for calibrate in (quantization.awq, quantization.gptq):
         with pytest.raises(ValueError, match="has an adapter"):
             calibrate(adapted, [np.zeros((1, 8), np.int32)], "int8")
