@@ -85,16 +85,6 @@ def test_stop_ends_a_row_and_the_others_go_on(generator):
     assert got == [row[: row.index(stop) + 1] if stop in row else row for row in free]
 
 
-def test_an_engine_and_a_generator_end_completions_alike(generator):
-    """The id that ended a completion is its last token in both, so that GRPO learns to end with either."""
-    stop = [generator.generate(PROMPTS, max_new_tokens=6)[0][2]]
-    engine = inference.LocalEngine(generator.model, slots=2, dtype=jnp.float32)
-    groups = engine.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop)
-    assert generator.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop) == [
-        completion.tokens for (completion,) in groups
-    ]
-
-
 def test_stream_yields_what_generate_returns(generator):
     rows = list(generator.stream(PROMPTS, max_new_tokens=4))
     assert [list(row) for row in zip(*rows, strict=True)] == generator.generate(PROMPTS, max_new_tokens=4)

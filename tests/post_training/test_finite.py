@@ -119,16 +119,23 @@ def test_losses_of_logits_are_finite():
         "mixture": (pt.Distillation(beta=0.5), teacher),
     }
 
-    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
-    def all_gradients(hidden):
-        values = {}
-        for name, (loss, data) in losses.items():
-            f = lambda h, loss=loss, data=data: loss.from_hidden(Head(4), h, data)
-            values[name] = jax.value_and_grad(f, has_aux=True)(hidden)
-        return values
-
-    for name, ((value, _), gradient) in jax.device_get(all_gradients(logits)).items():
+    cases = {name: (loss, Head(4), logits, data) for name, (loss, data) in losses.items()}
+    for name, ((value, _), gradient) in computed(cases).items():
         assert np.isfinite(value) and np.isfinite(gradient).all(), name
+
+
+def computed(cases):
+    """Value, statistics and gradient of every (loss, model, hidden states, batch), compiled as one program."""
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def run(hidden):
+        results = {}
+        for name, (loss, model, _, batch) in cases.items():
+            f = lambda h, loss=loss, model=model, batch=batch: loss.from_hidden(model, h, batch)
+            results[name] = jax.value_and_grad(f, has_aux=True)(hidden[name])
+        return results
+
+    return jax.device_get(run({name: hidden for name, (_, _, hidden, _) in cases.items()}))
 
 
 OF_SCORES = {
@@ -161,25 +168,14 @@ def test_losses_of_scores_and_embeddings_are_finite():
     }
     of_texts = {"interleaved": jnp.zeros((2, 2)), "segment_ids": jnp.where(nothing, 0, 1)}
 
-    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
-    def all_gradients(hidden):
-        unlearned = jnp.where(nothing[..., None], jnp.nan, hidden)
-        embed = Scores(nn.EmbeddingHead(2, rngs=nnx.Rngs(0)))
-        inputs = {
-            "value": (Scores(), unlearned, of_tokens),
-            "labels": (Scores(), unlearned, of_tokens),
-            "reward": (Scores(), hidden, of_tokens | of_texts),
-            "embedding": (embed, hidden * 0, of_texts),
-        }
-        values = {}
-        for name, (model, x, batch) in inputs.items():
-            f = lambda x, name=name, model=model, batch=batch: OF_SCORES[name].from_hidden(model, x, batch)
-            values[name] = jax.value_and_grad(f, has_aux=True)(x)
-        return values
-
-    values = jax.device_get(all_gradients(hidden))
-    assert values.keys() == OF_SCORES.keys()
-    for name, results in values.items():
+    unlearned, embed = jnp.where(nothing[..., None], jnp.nan, hidden), Scores(nn.EmbeddingHead(2, rngs=nnx.Rngs(0)))
+    inputs = {
+        "value": (Scores(), unlearned, of_tokens),
+        "labels": (Scores(), unlearned, of_tokens),
+        "reward": (Scores(), hidden, of_tokens | of_texts),
+        "embedding": (embed, jnp.zeros_like(hidden), of_texts),
+    }
+    for name, results in computed({name: (OF_SCORES[name], *inputs[name]) for name in OF_SCORES}).items():
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(results)), name
 
 

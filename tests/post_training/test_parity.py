@@ -192,16 +192,9 @@ def policy(name, packed, logits):
 
 # Those that sum over a sequence, which by default have two sequences in each row.
 OF_SEQUENCES = {
-    "policy/grpo",
-    "policy/gspo",
-    "policy/rloo",
-    "policy/sequence_truncate",
-    "policy/sequence_mask",
-    "tools/gspo",
-    "tools/vespo",
-    "tools/luspo",
-    "tools/off-policy",
-}
+    "policy/grpo", "policy/gspo", "policy/rloo", "policy/sequence_truncate", "policy/sequence_mask",
+    "tools/gspo", "tools/vespo", "tools/luspo", "tools/off-policy",
+}  # fmt: skip
 
 
 @functools.cache
