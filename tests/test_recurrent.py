@@ -130,10 +130,7 @@ def test_zigzag_order_is_refused():
             return nn.decoder._context.zigzag_shard(x, ctx)
 
     model.__class__ = Forced
-    with (
-        sharding.use(layout),
-        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must get them in"),
-    ):
+    with sharding.use(layout), pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must get them in"):
         jax.eval_shape(lambda: model(ids()))
 
 

@@ -48,12 +48,7 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
         completion
         for (completion,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))
     ]
-    batch = post_training.completion_batch(
-        prompts,
-        completions,
-        np.ones(3),
-        length=LENGTH,
-    )
+    batch = post_training.completion_batch(prompts, completions, np.ones(3), length=LENGTH)
     trainer = jax.jit(functools.partial(post_training.log_probs, temperature=temperature, dtype=jnp.float32))
     learned = batch["targets"] >= 0
     assert learned.sum() == sum(limits) and np.abs(batch["sampler_log_probs"][learned]).max() > 0.1
