@@ -19,6 +19,7 @@ import maxlib
 from maxlib import adapters, observability, tokenization
 from maxlib.data import _sources
 from maxlib.weights import _hub
+from tests.models import parity
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ["--steps", "6", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
@@ -82,6 +83,7 @@ def run(corpus, tmp_path_factory) -> tuple[Path, str]:
     return out, example("pretrain.py", corpus, "--out", out, *SMALL)
 
 
+@full  # by default pyright reads it, and tests/test_docs.py trains and writes text as it does
 def test_pretrain_goes_from_text_to_an_export(run):
     out, first = run
     assert "unigram entropy" in first and "A sample: " in first
@@ -95,13 +97,9 @@ def test_pretrain_resumes(corpus, tmp_path):
     assert final_loss(again) == final_loss(first) and "step 6" in again
 
 
+@full  # by default those of each family in tests/models open
 def test_export_opens_in_transformers(run):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    import jax.numpy as jnp
-    import numpy as np
-
-    import maxlib
-
     out, _ = run
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
@@ -109,7 +107,7 @@ def test_export_opens_in_transformers(run):
     assert ids[0, 0] == tokenizer.bos_token_id
     want = theirs(torch.tensor(ids)).logits.detach().numpy()
     ours = maxlib.from_pretrained(out / "model")
-    got = ours.logits(ours(jnp.asarray(ids, jnp.int32), dtype=jnp.float32).hidden)
+    got = parity.logits(ours, ids.astype(np.int32))
     np.testing.assert_allclose(got, want, atol=1e-4 * want.std())
 
 
@@ -180,6 +178,7 @@ def test_chats_get_the_images_of_others():
     assert of(chat, {"messages": [answer]}) == chat
 
 
+@full  # by default that of the command `generate`
 def test_generate_writes_from_a_directory(run):
     text = example("generate.py", "Once there", "--model", run[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4
