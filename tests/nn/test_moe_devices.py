@@ -10,9 +10,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import adapters, nn, quantization, sharding
+from maxlib import nn, sharding
 from maxlib.nn.experts import _parallel as exchange
-from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, moe, value_and_gradients
+from tests.nn.experts import (
+    DIM,
+    LOSSES,
+    MLP,
+    E,
+    X,
+    call,
+    close,
+    in_float64,
+    inputs,
+    lengths,
+    moe,
+    value_and_gradients,
+    with_dora,
+    with_nvfp4,
+)
 
 
 def loss_and_gradients(layer, x, valid):
@@ -42,10 +57,8 @@ SPLIT_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "two on each device" else pytest.mark.full) for name in SPLIT_EXPERTS],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", SPLIT_EXPERTS)
 def test_experts_split_over_devices_equal_the_loop(name):
     """Values and gradients."""
     degrees, rules, part = SPLIT_EXPERTS[name]
@@ -78,10 +91,7 @@ def ragged_all_to_all(
     return jnp.full_like(output, fill).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
 
 
-FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("dense", "ragged")]
-
-
-@pytest.fixture(params=["ragged in tiles", *FULL])
+@pytest.fixture(params=["dense", "ragged in tiles", pytest.param("ragged", marks=pytest.mark.full)])
 def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs, of single rows or of whole tiles however few rows there are."""
     how, _, tiles = request.param.partition(" in ")
@@ -94,20 +104,20 @@ def exchanging(request, monkeypatch):
 
 def differentiated(run):
     """Of a loss of the results, the value and the gradients."""
-    return jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(run(m, x))), argnums=(0, 1)))
+    return jax.jit(jax.value_and_grad(lambda m, x, ctx: jnp.sum(jnp.sin(run(m, x, ctx))), argnums=(0, 1)))
+
+
+looped = differentiated(nn.MoE.reference)
 
 
 def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging):
     """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
     mesh, x = sharding.make_mesh(expert=2, data=2, devices=jax.devices()[:4]), inputs(B=4, T=16)
-    layout = sharding.Layout(mesh, exchanging)
+    layout, ctx = sharding.Layout(mesh, exchanging), lengths(14, 15, 16, 14, T=16)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
-    valid = np.arange(16)[None] < 14 + np.arange(4)[:, None] % 3
     chosen = jax.jit(lambda layer, x: layer.router(x).experts)
-    context = lambda: nn.make_context(*valid.shape, valid=jnp.asarray(valid))
-    gradients = differentiated(lambda m, x: m(x, context())[0])
-    looped = differentiated(lambda m, x: m.reference(x, context()))
+    gradients = differentiated(lambda m, x, ctx: m(x, ctx)[0])
     for even in (True, False):
         for experts in (layer, split):
             experts.router.gate.w[...] = (
@@ -115,19 +125,11 @@ def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging)
             )  # equal scores: the first experts win everywhere
         assert (np.bincount(np.ravel(chosen(layer, x))).max() == 4 * 16) != even
         with sharding.use(layout):
-            got = gradients(split, x)
-        close(jax.device_get(got), jax.device_get(looped(layer, x)))
+            got = gradients(split, x, ctx)
+        close(jax.device_get(got), jax.device_get(looped(layer, x, ctx)))
 
 
-def with_nvfp4(layer):
-    return quantization.for_training(layer, [quantization.Rule(quantization.TRAINING["nvfp4"])])
-
-
-def with_dora(layer):
-    rules = [adapters.Rule(adapters.LoRA(2, 4, dora=True), kinds=("expert",))]
-    return adapters.add(layer, rules, rngs=nnx.Rngs(2))
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("change", [with_nvfp4, with_dora])
 def test_what_no_row_is_sent_to_changes_nothing(change, monkeypatch):
     """A scale of all rows, and the gradient of an expert's gains, leave it out: it may be NaN."""

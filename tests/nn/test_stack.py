@@ -55,8 +55,9 @@ def test_groups_change_neither_values_nor_results(kinds):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4))
     results = []
     for groups in GROUPINGS:
-        stack = jax.jit(lambda groups=groups: build(kinds, groups))()
-        y, cache, aux = jax.jit(lambda stack: stack(x, 0.1, stack.init_cache(2, 8, jnp.float32)))(stack)
+        made = lambda groups=groups: build(kinds, groups)
+        run = lambda stack: (stack, *stack(x, 0.1, stack.init_cache(2, 8, jnp.float32)))
+        stack, y, cache, aux = jax.jit(lambda made=made, run=run: run(made()))()
         caches = [float(stack.cache_of(i, cache)) for i in range(7)]
         weights = [np.asarray(stack[i].proj.w[...]) for i in range(7)]
         results.append((weights, np.asarray(y), np.array(caches), aux))
