@@ -23,13 +23,13 @@ class EncoderConformance(Conformance):
 
 
 class EncoderDecoderConformance(Conformance):
-    """What the encoder reads is that of `parity.given`."""
+    """What the encoder reads is that of `parity.inputs_of`."""
 
     test_both_spellings_are_read = None  # of rotary embeddings, which they have none of
 
     @staticmethod
     def read(case) -> dict:
-        return parity._given(*parity.given(case))
+        return parity._given(*parity.inputs_of(case))
 
     @staticmethod
     def rows(read: dict, rows: slice) -> dict:
@@ -62,7 +62,7 @@ class EncoderDecoderConformance(Conformance):
             texts = transformers.GenerationMixin.generate(
                 theirs, **read, decoder_start_token_id=3, max_new_tokens=12, do_sample=False
             )
-        assert_close(parity.logits(model, case["tokens"], *parity.given(case)), want, 1e-4)
+        assert_close(parity.logits(model, case["tokens"], *parity.inputs_of(case)), want, 1e-4)
         generator = inference.Generator(model, dtype=jnp.float32)
         got = generator.generate([[3], [3]], max_new_tokens=12, **self.read(case))
         assert got == texts[:, 1:].tolist()

@@ -27,10 +27,16 @@ SCALE = 0.4
 
 
 @functools.cache
-def layer(loss: nn.IndexLoss | None = None, gather: bool | None = None) -> nn.SparseMLA:
-    """Of the same weights for any loss."""
-    options = dict(top_k=TOP, index_loss=loss, gather=gather)
+def trained_layer() -> nn.SparseMLA:
+    options = {"top_k": TOP, "index_loss": nn.IndexLoss()}
     return jax.jit(lambda: nn.SparseMLA(DIM, **SIZES, **INDEX, **options, rngs=nnx.Rngs(0)))()
+
+
+def layer(loss: nn.IndexLoss | None, gather: bool | None = None) -> nn.SparseMLA:
+    """Of the same weights for any loss."""
+    copied = jax.tree.map(lambda a: a, trained_layer())
+    copied.index_loss, copied.gather = loss, gather
+    return copied
 
 
 def run(layer, x, segment_ids=None):
@@ -218,9 +224,10 @@ def test_a_layer_on_eight_devices_is_that_on_one(kind, gather, monkeypatch):
 # ---------------------------------------------------------------------------------------------- learning
 
 
+@pytest.mark.full
 def test_an_indexer_learns_what_attention_looks_at():
     """In the warm-up the loss falls, and the chosen keys get more of attention, of what the best choice would get."""
-    mixer = jax.tree.map(lambda a: a, layer(nn.IndexLoss(dense=True)))
+    mixer = layer(nn.IndexLoss(dense=True))
     mixer.q_up.w.set_value(3 * mixer.q_up.w.get_value())  # sharper
     trained, rest = nn.partition(mixer, training.trainable_only("indexer.*"))
     rng, optimizer = np.random.default_rng(0), optax.adam(1e-2)
@@ -286,7 +293,7 @@ def on_one_device() -> tuple:
 def test_a_scanned_model_reports_each_layer():
     report = jax.eval_shape(LOSS, model(False), packed(CFG.vocab))[1].sums["loss/indexer"]
     assert report.shape == (CFG.num_layers,)
-    assert "loss/indexer" not in jax.eval_shape(run, layer(), X)[1]
+    assert "loss/indexer" not in jax.eval_shape(run, layer(None), X)[1]
 
 
 @pytest.mark.full

@@ -102,8 +102,8 @@ def test_gradients_on_eight_devices_are_those_on_one(kind, rules):
 @kinds("delta", "kimi", "mamba", "convolution")
 def test_parameters_lie_on_eight_devices(kind):
     """A single group of heads is whole on all of them, whatever the rules split."""
-    made = sharding.init_sharded(lambda: KINDS[kind](DIM, rngs=nnx.Rngs(0)), devices("FSDP_TP"))
-    split = {axis for w in jax.tree.leaves(made) for axis in jax.tree.leaves(tuple(w.sharding.spec))}
+    places = sharding.shardings(jax.eval_shape(lambda: KINDS[kind](DIM, rngs=nnx.Rngs(0))), devices("FSDP_TP"))
+    split = {axis for place in jax.tree.leaves(places) for axis in jax.tree.leaves(tuple(place.spec))}
     assert {"tensor", "fsdp"} <= split
 
 

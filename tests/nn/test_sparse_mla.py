@@ -57,7 +57,7 @@ def test_few_keys_are_all_attended_to():
         jax.eval_shape(lambda: nn.MLA(DIM, **SIZES, rngs=nnx.Rngs(0))),
         jax.tree.map(lambda a: a, layer()),
     )
-    all_chosen.indexer.top_k = SEQ
+    all_chosen.top_k = all_chosen.indexer.top_k = SEQ
     for path, variable in nn.variables(plain).items():
         variable.set_value(nn.variables(layer())[path].get_value())
     want, sparse = np.asarray(run(plain, X)), np.asarray(run(layer(), X))

@@ -107,12 +107,12 @@ def test_devices_that_share_a_sequence_are_one(rule, implementation):
     mesh, ends = sharding.make_mesh(context=8), {"in_specs": (specs, tokens, tokens, P()), "out_specs": (tokens, P())}
     split = jax.shard_map(local, mesh=mesh, **ends, check_vma=False)
     both = lambda op, x: jax.jit(jax.grad(functools.partial(loss, op), has_aux=True))(x)
-    one = lambda *args: rule.run(*args, "sequential")
+    alone = lambda *args: rule.run(*args, "sequential")
     gradients, (out, state) = both(split, x)
-    for ours, theirs in zip((out, state), both(one, x)[1], strict=True):
+    for ours, theirs in zip((out, state), both(alone, x)[1], strict=True):
         close(ours, theirs, 1e-5)
     with jax.enable_x64(True):
-        want = jax.device_get(both(one, in_float64(x))[0])
+        want = jax.device_get(both(alone, in_float64(x))[0])
     for name in x:
         close(gradients[name], want[name], 2e-5 if rule is KDA else 1e-5)
 

@@ -118,9 +118,9 @@ def test_devices_that_share_rows_heads_and_tokens_are_one(rule, interpreted):
     }
     split = jax.shard_map(local, mesh=sharding.make_mesh(fsdp=2, context=2, tensor=2), **ends, check_vma=False)
     loss = lambda run: lambda x: sum(jnp.sum(a**2) for a in run(x, starts))
-    one = lambda x, starts: rule(x, is_start=starts, implementation="chunked")
+    alone = lambda x, starts: rule(x, is_start=starts, implementation="chunked")
     for got, want in zip(
-        *(jax.tree.leaves(jax.jit(jax.value_and_grad(loss(run)))(x)) for run in (split, one)), strict=True
+        *(jax.tree.leaves(jax.jit(jax.value_and_grad(loss(run)))(x)) for run in (split, alone)), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
 
@@ -175,8 +175,8 @@ def test_programs_for_tpus_call_a_kernel_in_each_pass(rule, on_tpu):
     x = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in inputs(rule, "bfloat16").items()}
     loss = lambda x: rule(x, implementation=NAME)[0].astype(jnp.float32).sum()
     stages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype), x)  # of a pipeline
-    for run, given in ((jax.grad(loss), x), (jax.vmap(jax.grad(loss)), stages)):
-        text = jax.jit(run).trace(given).lower(lowering_platforms=("tpu",)).as_text()
+    for run, arrays in ((jax.grad(loss), x), (jax.vmap(jax.grad(loss)), stages)):
+        text = jax.jit(run).trace(arrays).lower(lowering_platforms=("tpu",)).as_text()
         assert [text.count(f"recurrence_{name}") > 0 for name in ("forward", "backward")] == [True, True]
         assert text.count("@tpu_custom_call(") == 2
     assert forward_flops(loss, x) == forward_flops(lambda x: rule(x, implementation="chunked")[0].sum(), x)

@@ -281,7 +281,8 @@ def test_a_window_costs_what_it_covers(widths):
 
 
 @no_gpu
-@pytest.mark.parametrize("check_vma", [slow_if(True, False), True])
+@pytest.mark.full
+@pytest.mark.parametrize("check_vma", [False, True])
 def test_shards_of_a_batch_lower(check_vma):
     """Keys that every device has, whose gradients are sums over devices, and queries that are split."""
     mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")
