@@ -129,7 +129,7 @@ def test_temperature_counts_within_documents():
 SPLITS = [[7, 1, 1, 1, 1], [1, 1, 7, 1, 1], [1] * 11]
 
 
-@few("causal", "both", "prefix")
+@few("both", "prefix")
 def test_prefill_and_decode_equal_the_full_pass(name):
     prefills_and_decodes(name, SPLITS)
 
@@ -191,7 +191,7 @@ def test_packed_documents_equal_separate_ones(name):
     np.testing.assert_array_equal(packed[:, 9:], 0)
 
 
-@few("causal", "both")
+@few("both")
 def test_padding_changes_nothing(name):
     """To the left and to the right."""
     layer, x = build(MASKS[name]), inputs(2, 11)
