@@ -131,13 +131,9 @@ SPLITS = [[7, 1, 1, 1, 1], [1, 1, 7, 1, 1], [1] * 11]
 
 @few("both", "prefix")
 def test_prefill_and_decode_equal_the_full_pass(name):
-    prefills_and_decodes(name, SPLITS)
-
-
-def prefills_and_decodes(name, splits):
     layer, x = build(MASKS[name]), inputs()
     want, empty = run(layer, x), layer.init_cache(2, 16, jnp.float32)
-    for chunks in splits:
+    for chunks in SPLITS:
         if name == "prefix":  # a prefix is seen whole only where it comes in one call
             chunks = [max(chunks[0], 4), *[1] * (11 - max(chunks[0], 4))]
         cache, length, got = empty, 0, []
