@@ -230,10 +230,10 @@ def test_the_module_predicts_as_the_formulas_say(tmp_path):
 
 def test_the_module_is_read_and_written_as_released(tmp_path):
     path, module = with_module(tmp_path / "released")
-    assert len(maxlib.from_pretrained(path).mtp) == 0
-    for num_mtp in (0, 1):
-        out = tmp_path / str(num_mtp)
-        maxlib.save_pretrained(maxlib.from_pretrained(path, num_mtp=num_mtp), out)
+    for num_mtp, asked in ((0, {}), (1, {"num_mtp": 1})):
+        model, out = maxlib.from_pretrained(path, **asked), tmp_path / str(num_mtp)
+        assert len(model.mtp) == num_mtp
+        maxlib.save_pretrained(model, out)
         got, want = load_file(out / "model.safetensors"), load_file(path / "model.safetensors")
         assert want.keys() - got.keys() == ({*()} if num_mtp else module.keys())
         assert all(value.tobytes() == want[name].tobytes() for name, value in got.items())
