@@ -194,16 +194,13 @@ def test_values_of_a_split_sequence_are_in_order(model, tokens):
 
 
 def test_errors_name_what_is_missing(model, tokens):
+    same, first = (lambda x, layer: x), (lambda x, layer: x[..., :1])
     for wrong, error, message in (
-        (nn.capture(model, "gates"), KeyError, "no value named 'gates'"),
-        (nn.capture(model, "gate", layers=9), KeyError, r"layers \[9\] have no 'gate'"),
-        (
-            nn.patch(model, {"gate": lambda x, layer: x}, layers=[0, -1, 99]),
-            KeyError,
-            r"layers \[-1, 99\] have no value named 'gate'",
-        ),
-        (nn.patch(model, {"gates": lambda x, layer: x}), KeyError, "the model has no value named 'gates'"),
-        (nn.patch(model, {"gate": lambda x, layer: x[..., :1]}), TypeError, "must keep its shape and dtype"),
+        (lambda: nn.capture(model, "gates"), KeyError, "no value named 'gates'"),
+        (lambda: nn.capture(model, "gate", layers=9), KeyError, r"layers \[9\] have no 'gate'"),
+        (lambda: nn.patch(model, {"gate": same}, layers=[0, -1, 99]), KeyError, r"layers \[-1, 99\] have no value"),
+        (lambda: nn.patch(model, {"gates": same}), KeyError, "the model has no value named 'gates'"),
+        (lambda: nn.patch(model, {"gate": first}), TypeError, "must keep its shape and dtype"),
     ):
         with pytest.raises(error, match=message):
-            jax.eval_shape(wrong, tokens)
+            jax.eval_shape(lambda tokens, wrong=wrong: wrong()(tokens), tokens)
