@@ -79,11 +79,10 @@ def test_the_loss_of_an_indexer_is_its_formula(x, dense):
     attn.sinks.set_value(jnp.arange(4.0))
     trained, rest = nn.partition(attn)
 
-    @jax.jit
     def run(trained, x):
         return nn.combine(trained, rest).with_loss(x)[2]["loss/indexer"]
 
-    got, (d_trained, d_x) = jax.value_and_grad(run, (0, 1))(trained, x)
+    got, (d_trained, d_x) = jax.jit(jax.value_and_grad(run, (0, 1)))(trained, x)
     q, keys, entries, end, scores = jax.device_get(jax.jit(_parts)(attn, x))
     each = []
     for t in range(T):

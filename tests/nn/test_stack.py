@@ -60,9 +60,8 @@ def test_groups_change_neither_values_nor_results(kinds):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4))
     results = []
     for groups in GROUPINGS:
-        made = lambda groups=groups: build(kinds, groups)
-        run = lambda stack: (stack, *stack(x, 0.1, stack.init_cache(2, 8, jnp.float32)))
-        stack, y, cache, aux = jax.jit(lambda made=made, run=run: run(made()))()
+        stack = jax.jit(lambda groups=groups: build(kinds, groups))()
+        y, cache, aux = jax.jit(lambda stack: stack(x, 0.1, stack.init_cache(2, 8, jnp.float32)))(stack)
         caches = [float(stack.cache_of(i, cache)) for i in range(7)]
         weights = [np.asarray(stack[i].proj.w[...]) for i in range(7)]
         results.append((weights, np.asarray(y), np.array(caches), aux))
@@ -84,8 +83,9 @@ def test_where_points_at_each_layer(groups):
 
 
 def test_aux_rows_come_in_layer_order():
-    x, kinds = jnp.ones((1, 1, 4)), KINDS[1]
-    scanned, alone = jax.jit(lambda: [build(kinds, groups)(x, 0.0)[2]["load"] for groups in ("aaaaaaa", "abcdefg")])()
+    stack = filled(lambda: build(KINDS[1]))
+    load = lambda stack: stack(jnp.ones((1, 1, 4)), 0.0)[2]["load"]
+    scanned, alone = jax.jit(lambda stack: (load(stack), load(stack.unstacked())))(stack)
     np.testing.assert_allclose(scanned, alone, rtol=1e-6)
     assert scanned.shape == (3,)
 
