@@ -15,7 +15,6 @@ from tests.models.encoder_decoder import EncoderConformance
 class TestBert(EncoderConformance):
     family = "bert"
     config = "BertConfig"
-    gradients_by_default = True
     base = {name: value for name, value in BASE.items() if name != "num_key_value_heads"} | {
         "max_position_embeddings": 64
     }

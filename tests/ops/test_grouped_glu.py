@@ -142,6 +142,7 @@ def test_the_kernel_lowers(name):
 
 
 @no_gpu
+@pytest.mark.full
 def test_its_gradients_lower():
     run = by_kernel(jnp.array([500, 0, 300, 100]), "EIO", ops.swiglu)
     text = lowered(functools.partial(value_and_gradients, run), *shapes(jnp.float32, weight_order="EIO", biased=True))

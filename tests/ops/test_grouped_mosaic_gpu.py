@@ -96,6 +96,7 @@ def kernels(function, *inputs) -> int:
 
 
 @no_gpu
+@pytest.mark.full
 def test_stages_of_a_pipeline_lower():
     assert kernels(jax.vmap(both), *shapes(lead=(2,))) >= 3
 

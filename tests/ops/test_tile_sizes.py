@@ -134,9 +134,9 @@ CALLS = {
 }
 
 
-# By default the first of each kernel, of Kimi's and the gated delta rule's, which are alike, one; larger tiles take the
-# same path.
-FIRST = {type(sizes): sizes for sizes in reversed(CALLS) if not isinstance(sizes, tiles.KimiTiles)}.values()
+# By default the first of each kernel, and of recurrences, which are alike, one; larger tiles take the same path.
+ALIKE = tiles.DeltaTiles, tiles.KimiTiles
+FIRST = {type(sizes): sizes for sizes in reversed(CALLS) if not isinstance(sizes, ALIKE)}.values()
 MARKED = [pytest.param(sizes, marks=() if sizes in FIRST else pytest.mark.full) for sizes in CALLS]
 
 
