@@ -23,7 +23,7 @@ def input_router():
 def filled(make, seed=0):
     """The module with random values everywhere, biases too, and nothing to compile."""
     rng = np.random.default_rng(seed)
-    draw = lambda a: jnp.asarray(rng.normal(size=a.shape) * (0.5 if a.ndim == 2 else 0.3), a.dtype)
+    draw = lambda a: jnp.asarray((rng.normal(size=a.shape) * (0.5 if a.ndim == 2 else 0.3)).astype(a.dtype))
     return jax.tree.map(draw, jax.eval_shape(make))
 
 
@@ -41,7 +41,7 @@ def with_dora(layer):
 
 
 def inputs(B=4, T=7, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, DIM)), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, DIM)).astype(np.float32))
 
 
 @jax.jit

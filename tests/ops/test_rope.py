@@ -200,18 +200,15 @@ def test_yarn_mscale():
 
 def test_too_long_is_refused_where_the_length_is_known():
     rope = Rope(DIM, max_length=32)
-    shape = lambda *args, **options: (
-        jax.eval_shape(lambda: rope.tables(*args, **options))[0].shape
-    )  # positions are known
-    assert shape(jnp.arange(32)[None], length=32) == (1, 32, DIM // 2)
+    rope.tables(jnp.arange(32)[None], length=32)
     with pytest.raises(ValueError, match="longer than the rotary table: at most 32 positions, got 33"):
-        shape(jnp.arange(33)[None])
+        rope.tables(jnp.arange(33)[None])
     with pytest.raises(ValueError, match="got 40"):
         jax.jit(lambda p: rope.tables(p, length=40))(jnp.arange(3)[None])
-    jax.eval_shape(rope.tables, jnp.arange(33)[None])  # traced positions: nothing to check
+    jax.jit(rope.tables)(jnp.arange(33)[None])  # traced positions: nothing to check
     packed = jnp.tile(jnp.arange(32), 3)[None]  # a row of three documents, each short enough
-    assert shape(packed) == (1, 96, DIM // 2)
-    assert shape(jnp.zeros((2, 0), jnp.int32)) == (2, 0, DIM // 2)
+    assert rope.tables(packed)[0].shape == (1, 96, DIM // 2)
+    assert rope.tables(jnp.zeros((2, 0), jnp.int32))[0].shape == (2, 0, DIM // 2)
 
 
 @pytest.mark.parametrize(
