@@ -42,8 +42,9 @@ def test_all_presets_are_here():
 @functools.cache
 def inputs(vocab):
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(16, 8, D)), jnp.float32)
-    return hidden, jnp.asarray(rng.integers(-1, vocab, (16, 8)), jnp.int32), nn.Embed(vocab, D, rngs=nnx.Rngs(0))
+    hidden = jnp.asarray(rng.normal(size=(16, 8, D)).astype(np.float32))
+    targets = jnp.asarray(rng.integers(-1, vocab, (16, 8)).astype(np.int32))
+    return hidden, targets, nn.Embed(vocab, D, rngs=nnx.Rngs(0))
 
 
 @functools.partial(jax.jit, compiler_options=QUICKLY)

@@ -101,7 +101,7 @@ def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
     }
     places = {key: paths for key, paths in places.items() if paths}
     truth = lambda *index: formula(index, q, one_by_head.transpose(0, 2, 1, 3), places)
-    single = lambda a: jnp.asarray(a, jnp.float32)
+    single = lambda a: jnp.asarray(a.astype(np.float32))
     chosen = Chosen(jnp.asarray(start), jnp.asarray(end), None if kind == "all" else jnp.asarray(best))
     attended = Attended(single(q), single(keys), chosen, SCALE)
     loss = lambda *index: divergence(Index(*index), attended)

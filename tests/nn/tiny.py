@@ -58,4 +58,4 @@ def _initial(cfg: llama.Config, seed: int):
 
 
 def tokens(batch: int, seq: int, *, vocab: int = LLAMA.vocab, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, vocab, (batch, seq)), jnp.int32)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, vocab, (batch, seq)).astype(np.int32))
