@@ -43,6 +43,15 @@ class Stream:
         return dataset
 
 
+def check_epoch(count: int, kept: slice, ends: bool, source: Any) -> None:
+    """Raises ValueError after an epoch of no records, or, unless the data `ends`, of none that a shard keeps."""
+    if count <= (0 if ends else kept.start):
+        raise ValueError(
+            f"{source} has {count} records, of which this shard of the loader reads none (every {kept.step}th, from number "
+            f"{kept.start}): use fewer shards, num_shards=."
+        )
+
+
 class WebDataset(Stream):
     """Samples of tar files in the format of WebDataset, read in order, also from a bucket.
 
@@ -103,8 +112,7 @@ class _TarIterator(grain.DatasetIterator):
     def __next__(self) -> Document:
         while not self._source.is_over(self._epoch):
             if self._number == len(self._files):
-                if self._count == 0:
-                    raise ValueError(f"The files {list(map(str, self._files))} have no sample.")
+                check_epoch(self._count, self._kept, self._source.is_over(self._epoch + 1), list(map(str, self._files)))
                 self.set_state({"epoch": self._epoch + 1, "file": 0, "offset": 0, "count": 0})
                 continue
             if self._reader is None:

@@ -1,5 +1,6 @@
 """Tokenizes text, and chats, with targets on the turns to learn."""
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -106,7 +107,7 @@ def tokenize_chats(
 
     A turn is the text that the template marks with `{% generation %}`. If it marks nothing, a turn is the text after
     its prompt, up to and including its end-of-turn token. The template writes all special tokens, and gets the
-    `"tools"` and `"documents"` of a document, and what its `"chat_template_kwargs"` name.
+    `"tools"` (a list, or JSON of one) and `"documents"` of a document, and what its `"chat_template_kwargs"` name.
 
     With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
     "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; the template's
@@ -169,6 +170,8 @@ def with_targets(
     if not turn_weights and any(weight != 1 for weight in weights):
         raise ValueError(f"messages have the weights {weights}: give turn_weights=True, or remove them")
     variables = {name: document[name] for name in ("tools", "documents") if name in document}
+    if isinstance(variables.get("tools"), str):  # as TRL's data sets store objects of different fields
+        variables["tools"] = json.loads(variables["tools"])
     variables |= document.get("chat_template_kwargs") or {}
     text, spans = _rendered(template, messages, chosen, variables)
     films, text, spans = _with_times(document, tokenizer, text, spans, videos)

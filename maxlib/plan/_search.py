@@ -56,6 +56,11 @@ class Search:
         if good:
             return good[0]
         least = min(self.plans, key=lambda plan: plan.peak)
+        if least.fits:
+            raise ValueError(
+                f"no layout that was compiled fits {least.target}; by its estimate the smallest ({_words(least)}) has "
+                f"{(least.target.chip.memory - least.peak) / GIB:.2f} GiB to spare: compile more of them, compile="
+            )
         over = (least.peak - least.target.chip.memory) / GIB
         raise ValueError(
             f"no layout fits {least.target}: the smallest ({_words(least)}) needs {over:.2f} GiB more than there is; take more chips, "

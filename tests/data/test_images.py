@@ -280,6 +280,32 @@ def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
         chats[2]
 
 
+def test_photographs_are_turned_upright_as_in_transformers(processor, tmp_path):
+    """A camera that is held sideways writes how to turn the pixels."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    photograph = Image.fromarray(rgb(24, 8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    photograph.save(tmp_path / "photograph.png", exif=exif)
+    upright = load_image(str(tmp_path / "photograph.png")).convert("RGB")
+    assert upright.size == photograph.size[::-1]
+    for image in (tmp_path / "photograph.png", Image.open(tmp_path / "photograph.png")):
+        np.testing.assert_array_equal(processor(image).pixels, processor(upright).pixels)
+
+
+def test_missing_images_are_no_bad_records(tokenizer, processor, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    bad = data.SkipBadRecords(limit=1)
+    chats = [chat(str(tmp_path / name)) for name in ("broken.png", "missing.png")]
+    read = bad.guard(tokenized(chats, tokenizer, processor))
+    assert read[0] is None and len(bad) == 1
+    with pytest.raises(FileNotFoundError) as caught:
+        read[1]
+    assert caught.value.__notes__ == ["While reading chat 1."]
+
+
 def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):
     read = lambda document, images=processor: tokenized([document], tokenizer, images)[0]
     with pytest.raises(ValueError, match="the chat has 1 images: pass images="):
