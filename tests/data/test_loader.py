@@ -335,6 +335,21 @@ def test_endless_data_of_which_nothing_is_left_is_an_error_at_once(rows, monkeyp
         next(data.Loader(rows, batch_size=2, timeout=20))
 
 
+@pytest.mark.parametrize(
+    "read", [lambda part: part, lambda part: data.in_workers(part, 0)], ids=["in order", "workers"]
+)
+def test_a_place_among_other_documents_is_refused(read):
+    """Somebody added files between two runs: shuffled documents lie elsewhere."""
+    few, more = shuffled(30), shuffled(31)
+    rows = lambda docs: data.Loader(lambda part: data.pack(read(docs[part]), length=LENGTH), batch_size=4, num_shards=2)
+    begun = rows(few)
+    next(begun)
+    resumed = rows(more)
+    resumed.set_state(begun.get_state())
+    with pytest.raises(ValueError, match="number of documents or files is 30, but here it is 31"):
+        next(resumed)
+
+
 def test_a_dataset_is_read_in_order_and_not_far_ahead():
     """Rows may have images: grain would read 500 of each shard ahead."""
     read = []

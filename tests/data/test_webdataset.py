@@ -52,6 +52,13 @@ def test_samples_are_documents(folder):
     assert document["record"] == f"{folder}/1.tar: some/folder.v1/{'long' * 40}002"
 
 
+def test_a_place_among_other_files_is_refused(folder):
+    begun = iter(data.WebDataset(folder)[:])
+    next(begun)
+    with pytest.raises(ValueError, match="number of documents or files is 4, but here it is 1"):
+        iter(data.WebDataset(folder / "0.tar")[:]).set_state(begun.get_state())
+
+
 def test_fewer_samples_than_shards_are_an_error_at_once(folder):
     source = data.WebDataset(folder / "0.tar", epochs=None)
     with pytest.raises(

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import re
 
+import pytest
+
 from maxlib import plan
 from maxlib._command import main
 from maxlib.models import llama
@@ -17,6 +19,15 @@ def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsy
     monkeypatch.setattr(plan, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",)))
     assert main(["plan", "llama3-70b", "--target", "h100", "--search"]) == 1
     assert re.search(r"no layout fits h100: .* GiB more than there is", capsys.readouterr().err)
+
+
+def test_a_search_whose_compiled_layouts_do_not_fit_names_one_that_may():
+    fits = plan.estimated(plan.Job(CONFIG, "h100x8", layout=layout(), sequence=16))
+    large = dataclasses.replace(fits, compiled=True, peak=1e12)
+    with pytest.raises(
+        ValueError, match=r"no layout that was compiled fits h100x8.* GiB to spare: compile more of them"
+    ):
+        _ = plan.Search((large, fits), (), 0.0).best
 
 
 def test_a_search_orders_what_fits_by_speed():
