@@ -96,6 +96,13 @@ def is_weight(weight: Any) -> bool:
     return isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0
 
 
+def text_of(document: Document) -> str:
+    """Returns the text of a document. Raises ValueError for one without."""
+    if "text" not in document:
+        raise ValueError(f"To be tokenized, documents need 'text', got {sorted(document)}.")
+    return document["text"]
+
+
 def is_messages(value: Any) -> bool:
     """Returns True for a list of messages, each an object with a role."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:

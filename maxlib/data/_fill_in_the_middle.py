@@ -7,7 +7,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from maxlib.data._documents import Document
+from maxlib.data._documents import Document, text_of
 from maxlib.data._tokenize import Encodes, backend, check_not_truncated, end_ids, with_tokens
 
 # Names of the tokens before the prefix, the suffix and the middle: StarCoder, Qwen-Coder, DeepSeek-Coder, Code Llama.
@@ -93,7 +93,7 @@ def _rearranged(
     ends: tuple[list[int], list[int]],
     seed: int,
 ) -> Document:
-    text, random = document["text"], np.random.default_rng((seed, index))
+    text, random = text_of(document), np.random.default_rng((seed, index))
 
     def ids(piece: str) -> list[int]:
         encoded = tokenizer.encode(piece, add_special_tokens=False)

@@ -10,7 +10,7 @@ import grain
 import numpy as np
 
 from maxlib.data._audio import AudioProcessor
-from maxlib.data._documents import Document, is_messages, is_weight, map_named, token_ids
+from maxlib.data._documents import Document, is_messages, is_weight, map_named, text_of, token_ids
 from maxlib.data._images import ImageProcessor, expand, find_parts
 from maxlib.data._streams import Stream
 from maxlib.data._videos import VideoProcessor
@@ -85,10 +85,11 @@ def with_tokens(document: Document, made: Document) -> Document:
 
 
 def _tokenized(document: Document, *, tokenizer: Encodes, begin: list[int], end: list[int]) -> Document:
-    encoded = tokenizer.encode(document["text"], add_special_tokens=False)
+    text = text_of(document)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
     ids = list(getattr(encoded, "ids", encoded))
     if not ids:
-        raise ValueError(f"The tokenizer made no tokens from the document {document['text'][:80]!r}: remove it.")
+        raise ValueError(f"The tokenizer made no tokens from the document {text[:80]!r}: remove it.")
     return with_tokens(document, {"tokens": np.array([*begin, *ids, *end], np.int32)})
 
 

@@ -85,11 +85,20 @@ def test_a_search_does_not_copy_experts():
 
 
 def test_a_search_over_slices_tries_experts_with_and_without_copies():
-    job = plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": 2}))
+    jobs = [plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": n})) for n in (2, -1)]
+    job, rest = jobs
+    assert len(tried(rest)) == len(tried(job))  # -1 is as many as there are
     spread = [(candidate, mesh) for candidate, mesh in tried(job) if mesh["expert"] == 8]
     rules = [candidate.rules["expert_embed"] for candidate, _ in spread]
     assert {"data": 2, "fsdp": 2}.items() <= spread[0][1].items()
     assert sorted(rules, key=len) == [("data", "fsdp"), "fsdp"]
+
+
+def test_a_search_over_hosts_splits_within_a_host():
+    meshes = [
+        mesh for _, mesh in tried(plan.Job(CONFIG, "h100x16", sequence=16, layout=layout(fsdp=-1, dcn={"data": -1})))
+    ]
+    assert [mesh["tensor"] for mesh in meshes] == [1, 2, 4, 8] and all(mesh["data"] == 2 for mesh in meshes)
 
 
 def test_layouts_share_what_is_traced_of_a_model(monkeypatch):
