@@ -19,7 +19,7 @@ class SkipBadRecords:
         shuffled = documents.shuffle(seed=0).repeat()
         Loader(lambda part: pack(shuffled[part], length=512), batch_size=8, bad_records=bad_records)
 
-    Missing files and failing disks are not bad records: their errors are raised.
+    Missing files of a source and failing disks are not bad records: their errors are raised.
 
     Args:
         limit: Largest number of bad documents.

@@ -88,7 +88,9 @@ def without_nothing(value: Any) -> Any:
     """Returns what a table stores without the fields that are None: each object has the fields of all others."""
     if isinstance(value, Mapping):
         return {name: without_nothing(x) for name, x in value.items() if x is not None}
-    return [without_nothing(x) for x in value] if isinstance(value, list) else value
+    if isinstance(value, list) and value and isinstance(value[0], Mapping | list):  # not of tokens
+        return [without_nothing(x) for x in value]
+    return value
 
 
 def is_weight(weight: Any) -> bool:
@@ -136,7 +138,7 @@ def _named(index: int, document: Document, *, function: Callable[[Document, int]
         return function(document, index)
     except Exception as error:  # jinja raises many kinds
         record = document.get("record", f"{name} {index % count}")
-        if is_of_system(error):
+        if is_of_system(error) and not isinstance(error, FileNotFoundError):  # which the record names
             error.add_note(f"While reading {record}.")
             raise
         raise ValueError(f"{record}: {type(error).__name__}: {error}") from error

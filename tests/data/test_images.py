@@ -1,10 +1,12 @@
 """Images of chats: patches and placeholders equal those of transformers, and packing keeps both together."""
 
 import dataclasses
+import errno
 import importlib
 import json
 import sys
 import types
+from unittest import mock
 
 import grain
 import jax
@@ -295,13 +297,16 @@ def test_photographs_are_turned_upright_as_in_transformers(processor, tmp_path):
         np.testing.assert_array_equal(processor(image).pixels, processor(upright).pixels)
 
 
-def test_missing_images_are_no_bad_records(tokenizer, processor, tmp_path):
+def test_failing_disks_are_no_bad_records(tokenizer, processor, tmp_path, monkeypatch):
     (tmp_path / "broken.png").write_bytes(b"no image")
-    bad = data.SkipBadRecords(limit=1)
-    chats = [chat(str(tmp_path / name)) for name in ("broken.png", "missing.png")]
-    read = bad.guard(tokenized(chats, tokenizer, processor))
-    assert read[0] is None and len(bad) == 1
-    with pytest.raises(FileNotFoundError) as caught:
+    bad = data.SkipBadRecords(limit=2)
+    read = bad.guard(
+        tokenized([chat(str(tmp_path / name)) for name in ("broken.png", "none.png")], tokenizer, processor)
+    )
+    assert read[0] is None and read[1] is None and len(bad) == 2
+    failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr("PIL.Image.open", failing)
+    with pytest.raises(OSError, match="Input/output error") as caught:
         read[1]
     assert caught.value.__notes__ == ["While reading chat 1."]
 
