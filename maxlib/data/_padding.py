@@ -31,8 +31,8 @@ def pad(
     length.
 
     With `images` rows also have `"images"`, the `nn.vision.Patches` of their document, with `audio` its
-    `nn.audio.Clips`. `loss_weights` of a document are padded with 0. Other numpy arrays and numbers are kept, such as
-    `desirable` of `kto_examples`; other values, such as messages, are dropped.
+    `nn.audio.Clips`. `loss_weights` of a document are padded with 0. Other arrays and numbers of numpy are kept,
+    such as `desirable` of `kto_examples`; other values, such as messages and Python's numbers, are dropped.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
