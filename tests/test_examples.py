@@ -328,7 +328,8 @@ def test_prefer_starts_from_an_adapter_only_to_train_another(hub, monkeypatch, c
 
 @full
 def test_distill_comes_nearer_to_the_teacher(corpus, run, tmp_path):
-    options = ["--out", tmp_path, "--layers", 1, "--steps", 8, "--batch-size", 4, "--length", 32, "--learning-rate", 1e-2]
+    sizes = ["--layers", 1, "--steps", 8, "--batch-size", 4, "--length", 32]
+    options = ["--out", tmp_path, *sizes, "--learning-rate", 1e-2]
     text = example("distill.py", run[0] / "model", corpus, *options)
     before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
     assert after < before - 0.05
