@@ -242,6 +242,7 @@ def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):
     assert main(["new-trainer", str(tmp_path / "mine"), "--from", "finetune"]) == 0
     compile(target.read_text(), str(target), "exec")
     assert "Finetune a Hugging Face model" in target.read_text()
+    assert main(["new-trainer", str(tmp_path / "run-0.1")]) == 0 and (tmp_path / "run-0.1.py").exists()
     assert main(["new-trainer", str(target)]) == 2
     assert "mine.py exists already and is kept: give another name" in capsys.readouterr().err
 

@@ -106,7 +106,7 @@ def trained() -> dict[str, Any]:
         "batch": {name: jnp.stack([array] * 8) for name, array in row.items()},
         "cfg": CONFIG,
         "optimizer": training.adamw(1e-3),
-        "loader": data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=8),
+        "loader": data.Loader(lambda part: rows[part], batch_size=8),
         "model": filled(make),
         "tokens": jnp.stack([row["tokens"]] * 8),
         "tuned": filled(lambda: adapters.add(make(), adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1))),

@@ -26,7 +26,7 @@ FAMILIES = {
     "mistral": ("sees", PIXTRAL),
     "mistral4": ("sees", PIXTRAL),
 }
-TRAINING = ["--steps", 1, "--batch", 2, "--length", 24]
+TRAINING = ["--steps", 1, "--batch-size", 2, "--length", 24]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
