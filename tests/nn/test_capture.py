@@ -98,8 +98,16 @@ def test_values_and_a_patching_grid_are_those_of_transformer_lens(tmp_path):
     np.testing.assert_allclose(np.array(grid), golden["grid"], rtol=1e-4, atol=1e-4)
 
 
-def test_scanned_layers_report_what_separate_ones_do(tokens):
-    """Of two kinds in turn, all of them and some."""
+@pytest.mark.full
+def test_scanned_layers_report_what_separate_ones_do(model, tokens):
+    names = ["resid_mid", "gate"]
+    expected = jax.tree.map(lambda x: x[np.array([3, 1])], captured(model, names, tokens))
+    for same in (model, nn.unstack(model)):
+        values = captured(same, names, tokens, layers=[3, 1], remat="full")
+        chex.assert_trees_all_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_two_kinds_are_captured_in_order(tokens):
     sizes = {"vocab": 64, "dim": 32, "mlp_dim": 48, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     cfg = gemma2.Config(**sizes, window=4, rope=ops.Rope(8, max_length=64))
     model = filled(lambda: gemma2.Gemma2(cfg, rngs=nnx.Rngs(0)))
@@ -174,6 +182,15 @@ def test_packed_rows(model, tokens):
     packed = run(model, tokens, segments)
     alone = captured(model, "heads", tokens[:1, 5:])["heads"]
     np.testing.assert_allclose(packed[:, :1, 5:], alone, atol=1e-5)
+
+
+@pytest.mark.full
+def test_a_mesh_changes_no_value(model, tokens):
+    run = jax.jit(lambda m, t: nn.capture(m, "heads")(t, dtype=jnp.float32)[1]["heads"])
+    mesh = sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    expected = run(model, tokens)
+    with sharding.use(sharding.Layout(mesh, sharding.FSDP | sharding.TP)):
+        np.testing.assert_allclose(run(model, tokens), expected, atol=1e-5)
 
 
 def test_values_of_a_split_sequence_are_in_order(model, tokens):
