@@ -45,24 +45,23 @@ def trainer(**options):
 # -------------------------------------------------------------------------------------------- goodput
 
 
-def test_every_second_is_accounted_for_through_kills_and_a_wall_clock_that_goes_back(tmp_path):
+def test_every_second_is_accounted_for_through_a_kill_and_a_wall_clock_that_goes_back(tmp_path):
     begin, truth = time.monotonic(), tmp_path / "truth.jsonl"
-    for steps in (15, 25):
-        process = python("-m", "tests.training.ticking", tmp_path)
-        while not truth.exists() or len(lines(truth)) < steps:
-            time.sleep(0.01)
-        process.kill()
-        process.communicate()
-        time.sleep(0.35)  # nothing runs; starts of processes are known to 0.01 s
+    process = python("-m", "tests.training.ticking", tmp_path)
+    while not truth.exists() or len(lines(truth)) < 15:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    time.sleep(0.35)  # nothing runs; starts of processes are known to 0.01 s
     out, _ = python("-m", "tests.training.ticking", tmp_path).communicate(timeout=100)
     wall, summary = float(out) - begin, observability.goodput(tmp_path)
     assert summary.wall == pytest.approx(wall, rel=0.02)
-    assert summary.sessions == 3 and summary.steps == ticking.STEPS
-    assert summary.seconds["down"] > 0.6 and summary.seconds["startup"] > 0
+    assert summary.sessions == 2 and summary.steps == ticking.STEPS
+    assert summary.seconds["down"] > 0.3 and summary.seconds["startup"] > 0
     best, again = {}, []
     for step, seconds in lines(truth):
         (again.append(seconds) if step in best else best.setdefault(step, seconds))
-    assert again  # the kills did cost work
+    assert again  # the kill did cost work
     assert summary.seconds["redone"] == pytest.approx(sum(again), abs=0.5)
     assert summary.seconds["step"] == pytest.approx(sum(best.values()), abs=0.5)
     assert summary.goodput == pytest.approx(summary.seconds["step"] / summary.wall)
@@ -249,6 +248,8 @@ def test_the_first_layer_that_is_not_finite_is_named():
 def test_what_came_before_the_first_bad_output_is_said():
     seen = {"nonfinite": 0.0, "max": 3.25, "gradient_nonfinite": 0.0}
     outputs = {"a": seen, "b": seen | {"nonfinite": 4.0}, "c": seen | {"nonfinite": 9.0}}
+    finite = _faults._forward(probes.Observation({"a": seen}, {}, {}, math.nan))
+    assert finite == "forward: the loss is nan, all layers' outputs are finite"
     text = _faults._forward(probes.Observation(outputs, {}, {}, math.nan))
     assert text == "forward: first the output of b (4 values); before it, a has values up to 3.25"
     backward = {name: seen | {"gradient_nonfinite": n} for name, n in (("a", 2.0), ("b", 1.0), ("c", 0.0), ("d", 0.0))}

@@ -44,9 +44,9 @@ class Bigram(nnx.Module):
 
     softcap = None
 
-    def __init__(self, dim: int = 16, *, rngs: nnx.Rngs):
+    def __init__(self, dim: int = 16, kinds: str | int = "abb", *, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Layer(dim, rngs=rngs), "abb", rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Layer(dim, rngs=rngs), kinds, rngs=rngs)
         self.head = nn.Embed(VOCAB, dim, rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
