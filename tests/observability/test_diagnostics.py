@@ -123,8 +123,39 @@ def test_a_disk_that_is_full_loses_no_seconds(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------ with the Trainer
 
 
+# A loop, in it a fusion, in that a matmul, and what Python did meanwhile, in picoseconds.
+TRACE = """
+planes { name: "/host:CPU"
+  lines { name: "thread"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 9000000 stats { metadata_id: 1 str_value: "while.1" } }
+    events { metadata_id: 2 offset_ps: 1000000 duration_ps: 6000000 stats { metadata_id: 1 str_value: "fusion.2" } }
+    events { metadata_id: 3 offset_ps: 2000000 duration_ps: 2000000 stats { metadata_id: 1 str_value: "dot.3" } }
+    events { metadata_id: 4 offset_ps: 2000000 duration_ps: 2000000 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "while.1" } }
+  event_metadata { key: 2 value { id: 2 name: "fusion.2" } }
+  event_metadata { key: 3 value { id: 3 name: "dot.3" } }
+  event_metadata { key: 4 value { id: 4 name: "python" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+"""
+
+
+@pytest.mark.full  # a trace holds all programs of the process, thousands in a run of all tests
+def test_a_trace_of_steps_has_their_ops(tmp_path, monkeypatch):
+    tiny.share_steps(monkeypatch)
+    trainer(callbacks=[(1, observability.Profile(tmp_path, after=2, steps=2))]).fit(5)
+    ops = observability.top_ops(tmp_path)
+    assert 0 < sum(op.share for op in ops) <= 1.0001 and ops[0].seconds >= ops[-1].seconds > 0
+
+
 def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     tiny.share_steps(monkeypatch)
+    write_trace = lambda: (tmp_path / "profile" / "host.xplane.pb").write_bytes(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(TRACE)
+    )
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: Path(directory).mkdir())
+    monkeypatch.setattr(jax.profiler, "stop_trace", write_trace)
     ours = trainer(
         directory=tmp_path,
         evaluation=training.Evaluation(tiny.Loader(2), every=4),
@@ -148,8 +179,9 @@ def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     assert all(row["memory/host_bytes"] > 1e6 for row in rows if "tokens_per_second" in row)
     (layers,) = [row for row in rows if "layers/output_rms" in row]
     assert layers["step"] == 4 and len(layers["layers/gradient_norm"]) == 3
-    ops = observability.top_ops(tmp_path / "profile")
-    assert 0 < sum(op.share for op in ops) <= 1.0001 and ops[0].seconds >= ops[-1].seconds > 0
+    ops = observability.top_ops(tmp_path / "profile")  # without what is inside them
+    assert [(op.name, op.calls) for op in ops] == [("fusion.2", 1), ("dot.3", 1)]
+    np.testing.assert_allclose([(op.seconds, op.share) for op in ops], [(4e-6, 2 / 3), (2e-6, 1 / 3)])
     assert "profile of 2 steps" in capsys.readouterr().out
     assert "ENTRY" in program.files["hlo"].read_text() and "lambda" in program.files["jaxpr"].read_text()
     assert re.search(r"argument +[\d,]+ bytes", program.files["memory"].read_text())

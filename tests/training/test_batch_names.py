@@ -71,15 +71,15 @@ def test_a_step_warns_of_what_nobody_reads():
         step = training.make_train_step(loss, optax.sgd(0.1), **options)
         jax.eval_shape(step, jax.eval_shape(lambda: training.make_state(tiny.model(), optax.sgd(0.1))), batch)
 
-    own = tiny.batch(8) | {"weight": np.ones(8, np.float32)}
+    weighed = tiny.batch(8) | {"weight": np.ones(8, np.float32)}
     for options in ({}, {"microbatches": 2, "remat": "full"}):
         with pytest.warns(UserWarning, match=r"DFT does not read batch\['weight'\]"):
-            trace(training.DFT(), own, **options)
+            trace(training.DFT(), weighed, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not read")
-        trace(weighted, own)
-        trace(weighted, own, microbatches=2)
-        trace(training.NextToken(), tiny.batch(8) | {"advantages": own["weight"]})
+        trace(weighted, weighed)
+        trace(weighted, weighed, microbatches=2)
+        trace(training.NextToken(), tiny.batch(8) | {"advantages": weighed["weight"]})
 
 
 def test_a_pipeline_refuses_them_too():
