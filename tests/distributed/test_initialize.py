@@ -197,7 +197,7 @@ made = Path(sys.argv[3])
 print(distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=120, exit_on_error=True))
 with distributed.main_process_first("a file"):
     before = made.exists()
-    time.sleep(0.0 if before else 0.5)
+    time.sleep(0.0 if before else 0.2)
     made.write_text("made")
 print("all", len(jax.devices()), before, distributed.allgather_json([jax.process_index(), "ü" * jax.process_index()]))
 if jax.process_index() == 1:

@@ -28,7 +28,7 @@ SGD = optax.sgd(0.5, momentum=0.9)  # compiles in half of AdamW's time, and does
 
 
 def steps(model, batch, *, count=2, loss=tiny.loss, optimizer=SGD, **options):
-    state = training.make_state(jax.tree.map(jnp.copy, model), optimizer)
+    state = training.make_state(model, optimizer)
     step = tiny.jit_step(training.make_train_step(loss, optimizer, **options))
     for _ in range(count):
         state, metrics = step(state, batch)
@@ -268,7 +268,7 @@ def placed(model, layout):
 
 def test_a_donated_state_is_gone_and_the_new_one_is_whole():
     model = tiny.model()
-    state = training.make_state(jax.tree.map(jnp.copy, model), SGD)
+    state = training.make_state(training.copy_model(model), SGD)
     old = jax.tree.leaves(state)
     state, _ = training.jit_step(training.make_train_step(tiny.loss, SGD))(state, tiny.batch())
     assert any(x.is_deleted() for x in old)
