@@ -20,7 +20,7 @@ from maxlib import adapters, nn, quantization, training
 from maxlib.adapters import _peft_config
 from maxlib.adapters._saved_modules import untied
 from tests.adapters import peft_parity as theirs
-from tests.adapters.test_adapters import jit, put_on, trained
+from tests.adapters.test_adapters import jit, put_on, trained, tuned
 from tests.models import parity
 
 GOLDEN = theirs.matrix_golden()
@@ -246,7 +246,7 @@ EXPERTS = {
 @pytest.mark.parametrize("name", EXPERTS)
 def test_adapters_of_some_projections_of_experts_are_read_again(name, bases, tmp_path):
     _, base = bases["untied"]
-    model = trained(put_on(base, [ATTENTION, *EXPERTS[name]]), size=0.1)
+    model = tuned(base, [ATTENTION, *EXPERTS[name]], size=0.1)
     if name in ("gate_up", "gate"):
         with pytest.raises(ValueError, match=r'PEFT reads .* pass experts="fused"'):
             adapters.save(model, tmp_path / "each", experts="each")
@@ -262,7 +262,7 @@ def test_adapters_of_some_projections_of_experts_are_those_of_peft(name, bases, 
     """PEFT reads modules of experts by joining gate and up, at one scale, below an adapter of down."""
     pytest.importorskip("peft")
     path, base = bases["untied"]
-    check_writing(put_on(base, [ATTENTION, *EXPERTS[name]]), path, through_merged, tmp_path)
+    check_writing(tuned(base, [ATTENTION, *EXPERTS[name]]), path, through_merged, tmp_path)
 
 
 def test_names_that_files_spell_otherwise_and_experts_without_a_gate(tmp_path):
@@ -270,7 +270,7 @@ def test_names_that_files_spell_otherwise_and_experts_without_a_gate(tmp_path):
     base = maxlib.from_pretrained(parity.directory(tmp_path / "base", next(iter(parity.golden("nemotron_h").values()))))
     alphas = {"*attn.q": 64, "*attn.*": 2, "*moe.up": 4, "*moe.down": 6}
     rules = [adapters.Rule(adapters.LoRA(2, alpha), match) for match, alpha in alphas.items()]
-    model = trained(put_on(base, rules))
+    model = tuned(base, rules)
     adapters.save(model, tmp_path / "adapter")
     again = adapters.load(base, tmp_path / "adapter")
     want, got = map(nn.variables, map(jit(adapters.merge), (model, again)))
