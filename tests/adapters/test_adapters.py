@@ -44,6 +44,7 @@ def put_on(base, rules=LORA, seed=1):
 
 @functools.cache
 def _put(rules, seed):
+    rules = list(rules) if isinstance(rules, tuple) else rules
     return jit(lambda base: adapters.add(base, rules, rngs=nnx.Rngs(seed)))
 
 

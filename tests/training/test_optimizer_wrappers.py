@@ -99,7 +99,7 @@ def test_nothing_changes_updates_after_the_average_has_seen_them():
 
 
 def test_rates_by_path():
-    model = tiny.llama()
+    model = tiny.filled_llama()
     params, _ = nn.partition(model)
     factors = {"layers.attn.q.*": 0.0, "layers.attn.*": 0.5}
     optimizer = optax.chain(optax.sgd(1.0), training.scale_by_path(factors, model=model))
@@ -116,7 +116,7 @@ def test_rates_by_path():
 
 
 def test_what_is_frozen_stays_and_has_no_moments():
-    model = tiny.llama()
+    model = tiny.filled_llama()
     optimizer = training.adamw(1e-2, mask=None)
     state = training.make_state(model, optimizer, filter=training.trainable_only("layers.mlp.*", "norm.scale"))
     names = {nn.tree.pattern_paths(model)[path] for path in state.trainable}

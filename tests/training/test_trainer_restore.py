@@ -100,7 +100,7 @@ def test_the_abstract_state_is_that_of_make_state(strategy, optimizer):
 
 def test_a_resumed_model_that_is_configured_otherwise_is_said(tmp_path):
     """Its arrays have the same shapes, so nothing else would say it."""
-    build = lambda theta, **changes: lambda: tiny.llama(num_layers=1, rope=ops.Rope(12, theta=theta), **changes)
+    build = lambda theta, **changes: lambda: tiny.filled_llama(num_layers=1, rope=ops.Rope(12, theta=theta), **changes)
     make = lambda theta, **changes: trainer(
         build(theta, **changes), checkpointer=checkpoint.Checkpointer(tmp_path), optimizer=ADAMW
     )
@@ -136,7 +136,7 @@ def test_where_a_run_begins(tmp_path, capsys):
 
 def test_parameters_of_a_model_that_is_configured_otherwise_are_a_warning(tmp_path):
     """All shapes are the same: nothing else would tell."""
-    build = lambda theta: lambda: tiny.llama(num_layers=1, rope=ops.Rope(12, theta=theta, max_length=64))
+    build = lambda theta: lambda: tiny.filled_llama(num_layers=1, rope=ops.Rope(12, theta=theta, max_length=64))
     make = lambda theta, **more: trainer(build(theta), optimizer=ADAMW, **more)
     export = training.ParameterExport(tmp_path / "export", every=1)
     ours = make(1e4, checkpointer=checkpoint.Checkpointer(tmp_path / "full"))
@@ -164,10 +164,10 @@ def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
 def test_parameters_from_a_hugging_face_directory(tmp_path):
     """Those of frozen layers too."""
     rope = ops.Rope(12, max_length=64)
-    model = tiny.llama(rope=rope)
+    model = tiny.filled_llama(rope=rope)
     weights.save_pretrained(model, tmp_path / "model")
     ours = trainer(
-        lambda: tiny.llama(seed=1, rope=rope), optimizer=ADAMW, filter=training.trainable_only("layers.attn.*")
+        lambda: tiny.filled_llama(seed=1, rope=rope), optimizer=ADAMW, filter=training.trainable_only("layers.attn.*")
     )
     ours.restore(params_from=tmp_path / "model")  # a warning would be an error
     assert same(nn.partition(model)[0], nn.partition(ours.model)[0])

@@ -35,7 +35,7 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
         training.HuggingFaceExport(tmp_path / "hf", every=2, keep=2),
         training.ParameterExport(tmp_path / "params", every=3),
     ]
-    build = lambda: tiny.llama(num_layers=1, rope=rope)
+    build = lambda: tiny.filled_llama(num_layers=1, rope=rope)
     make = lambda: trainer(
         build,
         optimizer=SGD,
