@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from maxlib import checkpoint, ops, sharding, training
+from tests.nn.tiny import filled
 from tests.training import tiny
 
 ROWS, LENGTH = 8, 8
@@ -22,7 +23,7 @@ PAIR = training.DiLoCo(replicas=2, every=2)
 
 @pytest.fixture(scope="module")
 def model():
-    return jax.jit(lambda: tiny.Bigram(kinds=4, rngs=nnx.Rngs(0)))()
+    return filled(lambda: tiny.Bigram(kinds=4, rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture(autouse=True)
