@@ -178,9 +178,8 @@ def test_moments_in_bfloat16_follow_those_in_float32():
 
 def test_a_state_in_bfloat16_trains():
     optimizer = training.bfloat16_moments(optax.lion(1e-3))
-    state = training.make_state(
-        lambda: nn.cast(tiny.model(), jnp.bfloat16, lambda path, v: "norm" not in path), optimizer
-    )
+    cast = jax.jit(lambda model: nn.cast(model, jnp.bfloat16, lambda path, v: "norm" not in path))
+    state = training.make_state(cast(tiny.model()), optimizer)
     dtypes = lambda state: [x.dtype for x in jax.tree.leaves((state.trainable, state.opt_state))]
     step, before, losses = tiny.jit_step(training.make_train_step(tiny.loss, optimizer)), dtypes(state), []
     assert state.trainable["embed.w"].dtype == jnp.bfloat16
