@@ -69,7 +69,7 @@ def test_a_step_decays_layers_of_ones_own_by_their_own_shapes(moments):
         return 0 * jnp.sum(model.head_weight()), training.Stats(jnp.ones(()), {})
 
     step = training.make_train_step(loss, optimizer)
-    state, _ = jax.jit(step)(training.make_state(OwnModel(), optimizer), tiny.batch())
+    state, _ = jax.jit(step)(training.make_state(lambda: OwnModel(), optimizer), tiny.batch())
     short = nn.tree.pattern_paths(state.rest)
     means = {short[path]: float(x.mean()) for path, x in state.trainable.items() if short[path].startswith("layers.")}
     assert means == {"layers.temperature": 1.0, "layers.d": 0.5}
