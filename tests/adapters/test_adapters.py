@@ -87,19 +87,6 @@ def test_a_fresh_adapter_changes_nothing_and_comes_off_by_identity():
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(base), strict=True))
 
 
-@pytest.mark.full  # by default the formula has layers, and test_peft_matrix.py merged models
-@pytest.mark.parametrize(
-    ("name", "options"), [("llama", {"dora": True}), ("both", {"dora": True}), ("both", {"rslora": True})]
-)
-def test_merged_equals_unmerged(name, options):
-    base = model(name)
-    adapted = trained(put_on(base, dataclasses.replace(LORA, **options)))
-    merged = jit(adapters.merge)(adapted)
-    assert jax.tree.structure(merged) == jax.tree.structure(base)
-    close(logits(merged), logits(adapted))
-    assert np.abs(logits(merged) - logits(base)).max() > 0.1
-
-
 def einsum(spec, shape, axes, **options):
     return nnx.Dict(layer=nn.Einsum(spec, shape, axes, **options, rngs=nnx.Rngs(0)))
 

@@ -156,7 +156,7 @@ def test_accumulation_is_the_big_batch():
 
 def test_a_split_model_outside_of_its_layout_is_a_warning():
     layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)
-    model = sharding.init_sharded(tiny.model, layout)
+    model = placed(tiny.model(), layout)
     with pytest.warns(
         UserWarning, match=r"such as .*, are split over devices, but no layout .*with sharding.use\(layout\)"
     ):
@@ -322,10 +322,9 @@ def test_evaluation_draws_anew_for_every_batch_and_the_same_again():
 
 def test_evaluation_refuses_what_every_device_would_compute():
     with sharding.use(sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP)):
-        state = training.make_state(tiny.model, optax.identity())
-        batch = {name: x[:6] for name, x in tiny.batch().items()}
+        state = jax.eval_shape(lambda: training.make_state(tiny.model(), optax.identity()))
         with pytest.raises(ValueError, match="its 6 rows must be a multiple of 8"):
-            jax.jit(training.make_eval_step(tiny.loss))(state, batch)
+            jax.eval_shape(training.make_eval_step(tiny.loss), state, tiny.batch(6))
 
 
 @pytest.fixture
