@@ -14,15 +14,7 @@ import numpy as np
 import pytest
 
 from maxlib import checkpoint
-from maxlib.checkpoint import (
-    Best,
-    Checkpointer,
-    DamagedError,
-    InUseError,
-    SaveError,
-    Tiers,
-    UnsavedError,
-)
+from maxlib.checkpoint import Best, Checkpointer, DamagedError, InUseError, SaveError, Tiers, UnsavedError
 from maxlib.checkpoint import _lock as owner
 from maxlib.checkpoint import _policy as policy
 from maxlib.checkpoint import _restore as restore

@@ -186,12 +186,7 @@ def test_a_run_resumed_between_meetings_is_the_uninterrupted_one(model, tmp_path
 
     def train(steps, directory):
         trainer = training.Trainer(
-            model,
-            ADAMW,
-            batches(8),
-            diloco=diloco,
-            checkpointer=checkpoint.Checkpointer(directory),
-            dtype=jnp.float32,
+            model, ADAMW, batches(8), diloco=diloco, checkpointer=checkpoint.Checkpointer(directory), dtype=jnp.float32
         )
         trainer.fit(steps)
         return trainer.state

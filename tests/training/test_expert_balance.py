@@ -185,10 +185,7 @@ def latent(kinds):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_in_a_pipeline_as_on_one_device(schedule, kinds, repeats):
     """Layers before, in and after the pipeline report in the order of layers."""
-    model, data = (
-        jax.jit(lambda: latent(kinds))(),
-        padded() | {"tokens": tiny.batch(8, 12, vocab=64)["tokens"]},
-    )
+    model, data = (jax.jit(lambda: latent(kinds))(), padded() | {"tokens": tiny.batch(8, 12, vocab=64)["tokens"]})
     want, metrics = after_a_step(model, data)
     of = lambda state: {
         path: np.asarray(v.get_value()) for path, v in nn.variables(state.model).items() if "_bias" in path

@@ -53,13 +53,7 @@ def numbers(trainer):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "layers"),
-    [
-        (AROUND, FSDP, 7),
-        (FSDP, AROUND, 7),
-        (EVEN, ONE, 4),
-        (ONE, EVEN_1F1B, 4),
-        (EVEN, AROUND, 8),
-    ],
+    [(AROUND, FSDP, 7), (FSDP, AROUND, 7), (EVEN, ONE, 4), (ONE, EVEN_1F1B, 4), (EVEN, AROUND, 8)],
 )
 def test_a_run_goes_on_in_another_layout(tmp_path, before, after, layers):
     """The state is that of the checkpoint, number by number, and the next losses are those of the first layout."""

@@ -194,12 +194,7 @@ def test_images_by_themselves_are_not_cut_as_if_they_were_rows():
     ("rules", "mesh", "sizes", "words"),
     [
         ("fsdp", {"fsdp": 8}, (6, 12), r"its 6 rows must be a multiple of 8, .* over \{'fsdp': 8\}; change the batch"),
-        (
-            "fsdp",
-            {"data": 2, "fsdp": 2},
-            (8, 12, 4),
-            r"its 8 rows must be a multiple of 16, .*, times 4 microbatches",
-        ),
+        ("fsdp", {"data": 2, "fsdp": 2}, (8, 12, 4), r"its 8 rows must be a multiple of 16, .*, times 4 microbatches"),
         ("fsdp+cp_ring", {"context": 8}, (8, 33), r"its 33 tokens must be a multiple of 8, because the rule 'seq'"),
         ("tp_sp", {"tensor": 8}, (8, 33), r"its 33 tokens must be a multiple of 8, because the rule 'seq'"),
         ("dp+pp:2", {"data": 2, "stage": 2}, (6, 12), None),  # of which stages share rows only where they can
