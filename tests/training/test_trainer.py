@@ -6,9 +6,7 @@ import gc
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from maxlib import checkpoint, nn, observability, sharding, training
@@ -73,22 +71,6 @@ def test_evaluation_reads_so_many_batches_from_the_start_each_time():
     )
     want = short.evaluate()
     assert few.evaluate() == want == few.evaluate() and want["eval/num_targets"] == 2 * 8 * 12
-
-
-@pytest.mark.full  # test_objectives has the gradients themselves
-def test_in_a_1f1b_pipeline():
-    """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
-    rules = sharding.DP | sharding.Pipeline("stage", microbatches=4, schedule="1f1b")
-    mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
-    loss, optimizer = {"loss": training.NextToken(), "dtype": jnp.float32}, optax.sgd(0.1)
-    piped = {"layout": sharding.Layout(mesh, rules), "evaluation": training.Evaluation(tiny.Loader(1))} | loss
-    ours, alone = (trainer(tiny.llama, optimizer=optimizer, **more) for more in (piped, {}))
-    last, want = ours.fit(2), alone.fit(2)
-    assert last["eval/loss"] < 5
-    for name in ("loss", "nll"):
-        assert float(last[name]) == pytest.approx(float(want[name]), rel=1e-5), name
-    for path, value in alone.state.trainable.items():
-        np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-5, err_msg=path)
 
 
 def test_evaluation_has_no_embedding_noise():
