@@ -178,7 +178,7 @@ def test_rules_choose_layers_and_give_ranks():
         adapters.Rule(adapters.LoRA(2, 4), match="*.attn.[qv]"),
         adapters.Rule(adapters.LoRA(4, 4), kinds=("expert",)),
     ]
-    adapted = tuned(filled_model("both"), rules)
+    adapted = put_on(filled_model("both"), rules)
     ranks = {(row.path.split(".", 2)[2], row.rank) for row in adapters.report(adapted).rows}
     assert {rank for path, rank in ranks if "attn" in path} == {2}
     assert isinstance(adapted.layers[1].mlp.up.matmul, nn.matmul.LowRank)

@@ -27,7 +27,9 @@ def step(base, *, layout=None, **options):
     run = jit_step(training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32, **options))
 
     with contextlib.nullcontext() if layout is None else sharding.use(layout):
-        state = training.make_state(copy_model(base, layout), optimizer, filter=adapters.trainable)
+        # On a mesh a copy may share arrays with the model, and the step deletes what it is given.
+        fresh = jax.device_put(jax.tree.map(np.array, base))
+        state = training.make_state(copy_model(fresh, layout), optimizer, filter=adapters.trainable)
         state, metrics = run(state, batch(8))
     return {n: np.asarray(v) for n, v in state.trainable.items()}, float(metrics["loss"])
 
