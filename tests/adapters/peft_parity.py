@@ -67,11 +67,7 @@ MATRIX: dict[str, dict[str, dict[str, Any]]] = {
     },
     "base": {"untied": {}, "tied": {}, "kept_tied": {"ensure_weight_tying": True}},
     "kind": {"lora": {}, "dora": {"use_dora": True}, "rslora": {"use_rslora": True}},
-    "experts": {
-        "frozen": {},
-        "gate_up": {"target_parameters": ["mlp.experts.gate_up_proj"]},
-        "all": EXPERTS,
-    },
+    "experts": {"frozen": {}, "gate_up": {"target_parameters": ["mlp.experts.gate_up_proj"]}, "all": EXPERTS},
 }
 # PEFT has no DoRA for experts, and gives no module both an adapter and a copy.
 IMPOSSIBLE = [

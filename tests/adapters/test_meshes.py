@@ -2,6 +2,7 @@
 one device.
 """
 
+import contextlib
 import functools
 import math
 
@@ -13,7 +14,7 @@ import pytest
 
 from maxlib import adapters, nn, sharding, training
 from maxlib.training import copy_model
-from tests.adapters.test_adapters import LORA, model, put_on, trained
+from tests.adapters.test_adapters import LORA, model, tuned
 from tests.training import tiny
 from tests.training.tiny import batch, jit_step
 
@@ -22,21 +23,15 @@ CLOSE = {"rtol": 0, "atol": 2e-5}
 
 def step(base, *, layout=None, **options):
     """Returns factors and loss of one step of SGD."""
-    rows = jax.tree.map(jnp.asarray, batch(8))
     optimizer = optax.sgd(0.1)
     run = jit_step(training.make_train_step(training.NextToken(), optimizer, dtype=jnp.float32, **options))
 
-    fresh = jax.tree.map(lambda x: jnp.array(np.array(x)), base)  # the step deletes what it is given
-
-    def go():
+    with contextlib.nullcontext() if layout is None else sharding.use(layout):
+        # On a mesh a copy may share arrays with the model, and the step deletes what it is given.
+        fresh = jax.device_put(jax.tree.map(np.array, base))
         state = training.make_state(copy_model(fresh, layout), optimizer, filter=adapters.trainable)
-        state, metrics = run(state, rows)
-        return {n: np.asarray(v) for n, v in state.trainable.items()}, float(metrics["loss"])
-
-    if layout is None:
-        return go()
-    with sharding.use(layout):
-        return go()
+        state, metrics = run(state, batch(8))
+    return {n: np.asarray(v) for n, v in state.trainable.items()}, float(metrics["loss"])
 
 
 DORA = adapters.LoRA(2, 4, dora=True)
@@ -51,7 +46,7 @@ def adapted(name):
         "llama": (lambda: model("llama"), LORA),
         "both": (lambda: model("both"), DORA),
     }[name]
-    return trained(put_on(base(), rules), size=0.1)
+    return tuned(base(), rules, size=0.1)
 
 
 @functools.cache

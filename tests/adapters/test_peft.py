@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import maxlib
 from maxlib import adapters, nn
 from tests.adapters import peft_parity as theirs
-from tests.adapters.test_adapters import jit, trained
+from tests.adapters.test_adapters import jit, trained, tuned
 from tests.models import parity
 
 # Their files hold rows of several of our matrices in turn, head by head: refused by name when they are read.
@@ -210,15 +210,14 @@ def test_what_peft_cannot_express_is_refused(files, tmp_path):
     dora = adapters.LoRA(2, 4, dora=True)
     rules = [adapters.Rule(dora, match="layers.attn.q"), adapters.Rule(adapters.LoRA(2, 4))]
     with pytest.raises(ValueError, match="one use_dora for all"):
-        adapters.save(adapters.add(model, rules, rngs=nnx.Rngs(0)), tmp_path / "own")
+        adapters.save(tuned(model, rules), tmp_path / "own")
     lines = adapters.save(adapters.load(model, write()), tmp_path / "own")
     assert lines[0].startswith("PEFT: all") and "max_lora_rank of at least 3" in lines[1]
 
 
 def test_what_peft_would_ignore_is_a_warning(base, tmp_path):
     """DeepSeek's first layer is dense: beside experts PEFT reads its MLP as parameters, which have no DoRA there."""
-    add = jit(lambda model: adapters.add(model, adapters.LoRA(2, 4, dora=True), rngs=nnx.Rngs(0)))
-    adapted = add(base("deepseek_experts"))
+    adapted = tuned(base("deepseek_experts"), [adapters.Rule(adapters.LoRA(2, 4, dora=True), match="*.down")])
     with pytest.warns(UserWarning, match=r"own: PEFT: ignores \d+ dense MLP modules beside experts, such as"):
         adapters.save(adapted, tmp_path / "own", experts="each")
 

@@ -35,20 +35,8 @@ def grid(**axes: int) -> jax.sharding.Mesh:
 @pytest.fixture
 def items():
     """Each dtype and shape that is out of the ordinary."""
-    narrow = {
-        d: jnp.arange(4).astype(d)
-        for d in (
-            "int4",
-            "uint4",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "float8_e4m3",
-            "uint2",
-            "bfloat16",
-            "float16",
-            "int8",
-        )
-    }
+    names = "int4 uint4 float8_e4m3fn float8_e5m2 float8_e4m3 uint2 bfloat16 float16 int8"
+    narrow = {name: jnp.arange(4).astype(name) for name in names.split()}
     return {
         "params": {"a.w": jnp.array([[1.5, -0.0], [np.nan, np.inf]]), "scalar": jnp.float32(3), "none": jnp.zeros((0, 3))},
         "rest": narrow | {"bool": jnp.array([True, False]), "complex": jnp.array([1 + 2j]), "keys": jax.random.split(jax.random.key(1), 3)},

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 
 from maxlib import checkpoint
@@ -115,7 +116,7 @@ def test_a_trainer_says_failed_saves_in_a_line_each_and_ends(tmp_path, capsys, m
     checkpointer = Checkpointer(tmp_path / "run", every=1, keep=2)
     trainer = training.Trainer(
         tiny.model,
-        optimizer=training.adamw(1e-2, mask=None),
+        optimizer=optax.sgd(0.1),
         loader=tiny.Loader(),
         loss=tiny.loss,
         checkpointer=checkpointer,

@@ -1,5 +1,6 @@
 """Fill-in-the-middle rearranges documents, loses nothing, and its shares are the asked ones."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -13,6 +14,7 @@ TEXTS = [f"def f{i}(x):\n    return '{'Größe ' * (i % 7)}日本' + x * {i}\n" 
 ENDS = "<s>", "</s>"
 
 
+@functools.cache
 def tokenizer(names=FIM_TOKENS[0]):
     return tokenization.train_bpe(TEXTS[:20], vocab_size=300, special_tokens=(*ENDS, *names))
 

@@ -69,15 +69,15 @@ def test_one_three_and_two_hosts_see_the_same_global_batches(kind, strategy):
     state = None
     for hosts, steps in ((1, 4), (3, 4), (2, 5)):
         loaders = [loader(mixed, host=i, hosts=hosts, strategy=strategy) for i in range(hosts)]
-        for one in loaders if state is not None else ():
-            one.set_state(state)
+        for resumed in loaders if state is not None else ():
+            resumed.set_state(state)
         for _ in range(steps):
-            want, got = next(uninterrupted), [next(one) for one in loaders]
+            want, got = next(uninterrupted), [next(host) for host in loaders]
             for name in want:
                 np.testing.assert_array_equal(np.concatenate([batch[name] for batch in got]), want[name])
-        counts = sum((Counter(one.metrics()) for one in loaders), Counter())
+        counts = sum((Counter(host.metrics()) for host in loaders), Counter())
         assert counts == Counter(uninterrupted.metrics())
-        state = json.loads(json.dumps({shard: s for one in loaders for shard, s in one.get_state().items()}))
+        state = json.loads(json.dumps({shard: s for host in loaders for shard, s in host.get_state().items()}))
 
 
 @pytest.mark.parametrize("strategy", ["first_fit", "concat_then_split"])
@@ -178,15 +178,15 @@ def test_a_loader_resumes_with_other_sources():
 
 def test_sources_repeated_in_one_order_are_warned_of():
     """Files sorted by topic would be learned in that order again and again."""
-    one = {"web": SOURCES["web"]}
+    web = {"web": SOURCES["web"]}
     for epochs in (None, 2):
         with pytest.warns(UserWarning, match="the sources web are read in the same order in every epoch"):
-            data.Mixture(one, epochs=epochs)
+            data.Mixture(web, epochs=epochs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        data.Mixture(one, epochs=1)
-        data.Mixture(one, seed=0)
-        data.Mixture({"web": SOURCES["web"].shuffle(seed=0).map(lambda one: one)})
+        data.Mixture(web, epochs=1)
+        data.Mixture(web, seed=0)
+        data.Mixture({"web": SOURCES["web"].shuffle(seed=0).map(lambda document: document)})
         data.Mixture({"web": SOURCES["web"].shuffle(seed=0).repeat()}, {"web": 1})
 
 

@@ -119,10 +119,9 @@ def test_resumed_is_uninterrupted(folder, num_shards):
         states.append(json.loads(json.dumps(uninterrupted.get_state())))
         batches.append(next(uninterrupted)["tokens"])
     uninterrupted.close()
-    for i in (0, 1, 2, 3, 5, 8, 11):
+    for i in (1, 3, 8, 11):
         resumed = loader()
-        if i:
-            resumed.set_state(states[i])
+        resumed.set_state(states[i])
         np.testing.assert_array_equal(next(resumed)["tokens"], batches[i])
         resumed.close()
 

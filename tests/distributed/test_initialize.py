@@ -122,14 +122,14 @@ def port() -> str:
 def call(address, count, numbers, timeout):
     """Returns each process's result of the roll call: None or its error."""
 
-    def one(number):
+    def outcome(number):
         try:
             rendezvous(address, count, number, timeout=timeout)
         except TimeoutError as error:
             return str(error)
 
     with concurrent.futures.ThreadPoolExecutor(len(numbers)) as pool:
-        return list(pool.map(one, numbers))
+        return list(pool.map(outcome, numbers))
 
 
 def test_roll_call_lets_everybody_go():
@@ -138,8 +138,8 @@ def test_roll_call_lets_everybody_go():
 
 def test_roll_call_names_who_is_missing():
     address = port()
-    first, second = call(address, 4, [0, 2], timeout=0.5)
-    assert f"processes 1, 3 of 4 did not connect to {address} within 0.5 s" in first
+    first, second = call(address, 4, [0, 2], timeout=0.3)
+    assert f"processes 1, 3 of 4 did not connect to {address} within 0.3 s" in first
     assert "process 2 connected" in second and second.endswith(": processes 1, 3")
 
 
@@ -197,7 +197,7 @@ made = Path(sys.argv[3])
 print(distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=120, exit_on_error=True))
 with distributed.main_process_first("a file"):
     before = made.exists()
-    time.sleep(0.0 if before else 0.5)
+    time.sleep(0.0 if before else 0.2)
     made.write_text("made")
 print("all", len(jax.devices()), before, distributed.allgather_json([jax.process_index(), "ü" * jax.process_index()]))
 if jax.process_index() == 1:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 HEAD = """
 import json, os, pathlib, signal, sys, time
 here = pathlib.Path(sys.argv[1])
-count, own = int(os.environ.get("JAX_NUM_PROCESSES", 1)), int(os.environ.get("JAX_PROCESS_ID", 0))
+count, index = int(os.environ.get("JAX_NUM_PROCESSES", 1)), int(os.environ.get("JAX_PROCESS_ID", 0))
 def step(n):
     with (here / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": n, "loss": 1.0}) + "\\n")
@@ -34,7 +34,7 @@ def starts(directory: Path) -> list[int]:
 
 
 def test_processes_find_each_other_and_all_must_end_well(tmp_path):
-    body = "(here / f'{own}.json').write_text(json.dumps([os.environ['JAX_COORDINATOR_ADDRESS'], count]))"
+    body = "(here / f'{index}.json').write_text(json.dumps([os.environ['JAX_COORDINATOR_ADDRESS'], count]))"
     assert launch(program(tmp_path, body), tmp_path, processes=[3]) == 0
     reports = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
     assert reports[0] == reports[1] == reports[2] and reports[0][0].startswith("127.0.0.1:") and reports[0][1] == 3
@@ -42,7 +42,7 @@ def test_processes_find_each_other_and_all_must_end_well(tmp_path):
 
 
 def test_fewer_start_when_one_does_not_come_back(tmp_path, capfd):
-    body = "sys.exit(7 if own == 1 else 0)"
+    body = "sys.exit(7 if index == 1 else 0)"
     assert launch(program(tmp_path, body), tmp_path, processes=[2, 1], retries=2) == 0
     assert starts(tmp_path) == [2, 2, 2, 1]
     assert "process 1 ended with 7" in capfd.readouterr().out
@@ -71,13 +71,13 @@ def test_gives_up_with_the_status_of_the_process_that_died(tmp_path, capfd):
 def test_those_that_hang_after_a_death_are_killed(tmp_path):
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if own == 0 and count == 2:
+if index == 0 and count == 2:
     os.fork()  # what a process has started goes with it
     time.sleep(1000)
 sys.exit(3 if count == 2 else 0)
 """
     begin = time.monotonic()
-    assert launch(program(tmp_path, body), tmp_path, processes=[2, 1], retries=0, grace=0.5) == 0
+    assert launch(program(tmp_path, body), tmp_path, processes=[2, 1], retries=0, grace=0.2) == 0
     assert time.monotonic() - begin < 20
     assert starts(tmp_path) == [2, 1]
 
@@ -85,11 +85,11 @@ sys.exit(3 if count == 2 else 0)
 def test_a_request_to_stop_reaches_all_and_waits(tmp_path):
     body = """
 def stop(number, frame):
-    time.sleep(0.2 * own)  # longer than the grace
-    (here / f"saved-{own}").touch()
+    time.sleep(0.2 * index)  # longer than the grace
+    (here / f"saved-{index}").touch()
     sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
-(here / f"ready-{own}").touch()
+(here / f"ready-{index}").touch()
 time.sleep(1000)
 """
 
@@ -105,17 +105,8 @@ time.sleep(1000)
 
 def test_one_launcher_for_a_directory_and_its_orphans_count(tmp_path):
     body = "(here / 'ready').touch(); time.sleep(1000)"
-    command = [
-        sys.executable,
-        "-m",
-        "maxlib.distributed",
-        "launch",
-        "--directory",
-        str(tmp_path),
-        "--processes",
-        "1",
-        "--",
-    ]
+    words = f"-m maxlib.distributed launch --directory {tmp_path} --processes 1 --"
+    command = [sys.executable, *words.split()]
     first = subprocess.Popen([*command, *program(tmp_path, body)], cwd=ROOT, stdout=subprocess.DEVNULL)
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
@@ -138,7 +129,7 @@ def test_one_launcher_for_a_directory_and_its_orphans_count(tmp_path):
 
 def test_gpus_are_dealt_out(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    body = "(here / f'{own}').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+    body = "(here / f'{index}').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
     assert launch(program(tmp_path, body), tmp_path, processes=[2]) == 0
     assert [(tmp_path / name).read_text() for name in "01"] == ["4,5", "6,7"]
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=4,5,6,7 does not divide over 3 processes"):

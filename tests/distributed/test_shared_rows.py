@@ -27,8 +27,8 @@ for name, at in (
         np.testing.assert_array_equal(shard.data, tokens[shard.index])
     np.testing.assert_array_equal(host_rows(placed)["tokens"], tokens)
     print(name, placed["tokens"].addressable_shards[0].data.shape, flush=True)
-own = tokens[2 * jax.process_index() :][:2]
-print("rows", training.shard_batch({"tokens": own}, layout(sharding.TP, data=2))["tokens"].shape, flush=True)
+rows = tokens[2 * jax.process_index() :][:2]
+print("rows", training.shard_batch({"tokens": rows}, layout(sharding.TP, data=2))["tokens"].shape, flush=True)
 try:
     training.shard_batch({"tokens": tokens + jax.process_index()}, layout(sharding.TP))
 except ValueError as error:

@@ -1,7 +1,9 @@
 """Prometheus' text format and the health of a run, as its own parser and an HTTP client read them."""
 
+import functools
 import json
 import math
+import socketserver
 import urllib.error
 import urllib.request
 
@@ -20,7 +22,11 @@ def get(writer, path):
 
 
 @pytest.fixture
-def writer():
+def writer(monkeypatch):
+    serve = functools.partialmethod(
+        socketserver.BaseServer.serve_forever, poll_interval=0.01
+    )  # each end waits that long
+    monkeypatch.setattr(socketserver.BaseServer, "serve_forever", serve)
     recorder = observability.GoodputRecorder()
     with recorder.span("compile"):
         pass

@@ -1,9 +1,11 @@
 """Plans that compilers for TPUs and GPUs make without hardware, and their processes."""
 
 import importlib.util
+import os
 import select
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 from maxlib import nn, plan
 from maxlib.plan import _job as jobs
 from maxlib.plan import _targets as targets
+from maxlib.plan import _worker
 from tests.benchmarks.published import ROWS, Net
 from tests.plan.jobs import CONFIG, layout
 
@@ -27,6 +30,26 @@ def test_the_published_networks_have_their_published_sizes_and_travel():
     assert {row.net.scale for row in ROWS.values()} == set(PUBLISHED_BILLIONS)
 
 
+def test_a_compiler_watches_the_process_that_started_it_and_what_it_has_written(tmp_path, monkeypatch):
+    class EndedError(BaseException):
+        pass
+
+    def end(status):
+        raise EndedError
+
+    naps = []
+    sleep = lambda seconds: naps.append(seconds) or (tmp_path / "text.1").touch()
+    monkeypatch.setattr(_worker, "os", types.SimpleNamespace(getppid=os.getppid, _exit=end))
+    monkeypatch.setattr(_worker, "time", types.SimpleNamespace(sleep=sleep))
+    for parent, enough, waits in ((-1, "", [1]), (os.getppid(), "text.*", [0.2, 1])):
+        naps.clear()
+        (tmp_path / "text.1").unlink(missing_ok=True)
+        with pytest.raises(EndedError):
+            _worker._end_early(parent, tmp_path, enough)
+        assert naps == waits
+
+
+@pytest.mark.full
 def test_a_compilers_process_ends_with_the_one_that_started_it(tmp_path):
     """A parent that is killed cannot clean up, and the compiler would run on for minutes."""
     command = f"[sys.executable, '-m', 'maxlib.plan._worker', {str(tmp_path)!r}, str(os.getpid()), '']"

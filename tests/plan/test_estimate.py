@@ -19,9 +19,9 @@ def test_activations_of_a_weights_shape_are_counted():
         plan.estimated(
             plan.Job(cfg, "h100", sequence=32, per_device_batch_size=rows, remat="dots")
         ).analytic.activations
-        for rows in (1, 2, 4)
+        for rows in (1, 2)
     ]
-    assert kept[1] == pytest.approx(2 * kept[0], rel=0.02) and kept[2] == pytest.approx(4 * kept[0], rel=0.02)
+    assert kept[1] == pytest.approx(2 * kept[0], rel=0.02)
 
 
 def test_where_sequences_are_split_between_matmuls_a_layer_holds_them_whole():
@@ -143,7 +143,7 @@ def moved_by_memory(got, mfu):
     ("preset", "target", "mfu"),
     [
         ("falcon-h1-0.5b", "v5p-8", 0.591),
-        ("qwen3.5-0.8b", "v5p-8", 0.72),
+        pytest.param("qwen3.5-0.8b", "v5p-8", 0.72, marks=pytest.mark.full),
         pytest.param("qwen3.5-0.8b", "v6e-4", 0.499, marks=pytest.mark.full),
         pytest.param("granite-4.0-h-1b", "v6e-4", 0.497, marks=pytest.mark.full),
     ],
@@ -154,6 +154,7 @@ def test_the_memory_traffic_of_recurrences_is_that_of_the_compiler(preset, targe
     assert got.costs.bytes == pytest.approx(moved_by_memory(got, mfu), rel=0.1)
 
 
+@pytest.mark.full
 def test_a_search_knows_that_larger_tiles_move_less():
     """libtpu's program of Mixtral-8x22B has 72.1% MFU at the roofline with expert 8 on v6e-128, with expert 4 59.2%."""
     mfu = lambda **degrees: (

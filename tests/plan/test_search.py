@@ -76,9 +76,9 @@ def test_a_search_does_not_copy_experts():
     """32 devices do not divide 48, so 16 of them split the model; but its experts' matrices all 32."""
     cfg = dataclasses.replace(MIXTRAL, dim=48)
     job = plan.Job(cfg, "h100x32", sequence=16)
-    result = plan.search(job, batches=(1,), remats=("full",), compile=0)
-    got = next(candidate for candidate in result.plans if candidate.mesh["expert"] == 8)
-    assert (got.mesh["data"], got.mesh["fsdp"]) == (2, 2)
+    chosen, mesh = next((candidate, mesh) for candidate, mesh in tried(job) if mesh["expert"] == 8)
+    assert (mesh["data"], mesh["fsdp"]) == (2, 2)
+    got = plan.estimated(dataclasses.replace(job, layout=chosen))
     copied = plan.estimated(dataclasses.replace(job, layout=layout("ep", data=2, fsdp=2, expert=8)))
     matrices = 4 * cfg.num_layers * cfg.num_experts * 3 * cfg.dim * cfg.expert_dim  # bytes
     assert copied.analytic.parameters - got.analytic.parameters == matrices / 16 - matrices / 32

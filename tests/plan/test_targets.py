@@ -101,11 +101,11 @@ def test_places_are_those_of_the_installed_libtpu(name):
     code = f"""if True:
         from maxlib.plan import _targets as targets
         target = targets.parse_target({name!r})
-        found, want = (
+        got, want = (
             [(tuple(d.coords), d.core_on_chip, d.process_index, d.device_kind) for d in devices(target)]
             for devices in (targets.absent_devices, targets.devices_of)
         )
-        assert found == want, (found, want)
+        assert got == want, (got, want)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
 

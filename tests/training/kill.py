@@ -75,7 +75,7 @@ class Kills:
     """Plans kills evenly over all phases, and counts the kills of each."""
 
     def __init__(self, rng: random.Random, seconds: dict[str, list[float]], duration: float):
-        self.rng, self.seconds, self.whole = rng, seconds, duration
+        self.rng, self.seconds, self.duration = rng, seconds, duration
         self.planned, self.hit, self.during = Counter(), Counter(), Counter()
 
     def plan(self) -> Plan:
@@ -84,7 +84,7 @@ class Kills:
         self.planned[moment] += 1
         number = signal.SIGTERM if self.rng.random() < 0.15 else signal.SIGKILL
         if moment == "any":
-            return Plan("any", delay=self.rng.random() * self.whole, number=number)
+            return Plan("any", delay=self.rng.random() * self.duration, number=number)
         times = self.seconds.get(moment, [0.01])
         within = self.rng.random() * 2 * mean(times)
         delay = self.rng.choice([0.0, None, within, within])

@@ -12,7 +12,7 @@ import optax
 
 from maxlib.checkpoint import Checkpointer
 
-STEPS, EVERY, SIZE = 24, 4, 1 << 18
+STEPS, EVERY, SIZE = 16, 4, 1 << 18
 TX = optax.adam(1e-2)
 
 

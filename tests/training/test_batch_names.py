@@ -12,7 +12,7 @@ from maxlib import nn, ops, sharding, training
 from maxlib import post_training as pt
 from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._step import make_gradient
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 from tests.training import custom_losses, tiny
 
 SHAPE = (8, 8)
@@ -25,7 +25,7 @@ KTO = TEXT | {"desirable": SCORES, "kl_baseline": SCORES[:, 0], "reference_log_p
 
 @functools.cache
 def model():
-    return tiny_llama(num_layers=1, vocab=16)
+    return filled_llama(num_layers=1, vocab=16)
 
 
 def run(loss, batch):
@@ -71,15 +71,15 @@ def test_a_step_warns_of_what_nobody_reads():
         step = training.make_train_step(loss, optax.sgd(0.1), **options)
         jax.eval_shape(step, jax.eval_shape(lambda: training.make_state(tiny.model(), optax.sgd(0.1))), batch)
 
-    own = tiny.batch(8) | {"weight": np.ones(8, np.float32)}
+    weighed = tiny.batch(8) | {"weight": np.ones(8, np.float32)}
     for options in ({}, {"microbatches": 2, "remat": "full"}):
         with pytest.warns(UserWarning, match=r"DFT does not read batch\['weight'\]"):
-            trace(training.DFT(), own, **options)
+            trace(training.DFT(), weighed, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not read")
-        trace(weighted, own)
-        trace(weighted, own, microbatches=2)
-        trace(training.NextToken(), tiny.batch(8) | {"advantages": own["weight"]})
+        trace(weighted, weighed)
+        trace(weighted, weighed, microbatches=2)
+        trace(training.NextToken(), tiny.batch(8) | {"advantages": weighed["weight"]})
 
 
 def test_a_pipeline_refuses_them_too():
@@ -87,14 +87,14 @@ def test_a_pipeline_refuses_them_too():
         pipeline = sharding.Pipeline("stage", microbatches=2, schedule="1f1b")
         layout = sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | pipeline)
         with sharding.use(layout):
-            params, rest = nn.partition(tiny_llama(num_layers=2, vocab=16))
+            params, rest = nn.partition(filled_llama(num_layers=2, vocab=16))
             batch = TEXT | {"segments": IDS}
             jax.eval_shape(make_gradient(training.NextToken()), params, rest, batch, jax.random.key(0))
 
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (8, 9)).astype(np.int32)
 SHIFTED = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
-COPIED = {"tokens": TOKENS, "targets": np.where(np.arange(9) < 4, -1, TOKENS)}
+COPIED = {"tokens": TOKENS[:, :8], "targets": np.where(np.arange(8) < 4, -1, TOKENS[:, :8])}
 
 
 class Same(tiny.Loader):
@@ -150,7 +150,7 @@ def test_a_trainer_refuses_tokens_beyond_the_vocabulary(bad, trainer):
 
 def test_documents_longer_than_the_model_are_refused():
     """Inside jit positions are unknown, so packed rows would train a rotary embedding beyond its range in silence."""
-    model = tiny_llama(num_layers=1, vocab=16, rope=ops.Rope(12, max_length=5))
+    model = filled_llama(num_layers=1, vocab=16, rope=ops.Rope(12, max_length=5))
     ids = np.repeat([[1, 2]], 8, axis=0).repeat([5, 3], axis=1)
     at = np.arange(8) - np.where(ids == 2, 5, 0)
     check_first_batch(SHIFTED | {"segment_ids": ids, "positions": at}, model)
@@ -161,7 +161,7 @@ def test_documents_longer_than_the_model_are_refused():
 
 
 def test_padding_is_no_document():
-    model = tiny_llama(num_layers=1, vocab=16, rope=ops.Rope(12, max_length=5))
+    model = filled_llama(num_layers=1, vocab=16, rope=ops.Rope(12, max_length=5))
     short, long = (np.arange(8)[None] < np.full((8, 1), size) for size in (2, 6))
     targets = lambda real: np.where(real, SHIFTED["targets"], -1)
     for name in ("valid", "segment_ids"):

@@ -22,14 +22,9 @@ LOSSES = {"focal": custom_losses.Focal(gamma=1.5), "pairs in a row": custom_loss
 REMAT = {"focal": None, "pairs in a row": "full"}
 
 
-@functools.cache
-def _built():
-    return tiny_llama(num_layers=4, vocab=64)
-
-
 def model():
     """The same weights each time, in arrays that a step may delete."""
-    return jax.tree.map(jnp.copy, _built())
+    return tiny_llama(num_layers=4, vocab=64)
 
 
 def batch(seed=0):
@@ -49,14 +44,14 @@ def run(name, spread):
     """The gradient, the mean loss and the statistics, as a step computes them in the active layout."""
     gradient = make_gradient(LOSSES[name], dtype=jnp.float32, remat=REMAT[name])
     compiled = jax.jit(gradient, compiler_options=tiny.QUICKLY)
-    return compiled(*nn.partition(spread), jax.tree.map(jnp.asarray, batch()), jax.random.key(0))
+    return compiled(*nn.partition(spread), batch(), jax.random.key(0))
 
 
 @functools.cache
 def alone(name):
     loss = functools.partial(LOSSES[name], dtype=jnp.float32)
     compiled = jax.jit(tiny.by_autodiff(loss), compiler_options=tiny.QUICKLY)
-    return jax.device_get(compiled(*nn.partition(model()), jax.tree.map(jnp.asarray, batch()), jax.random.key(0)))
+    return jax.device_get(compiled(*nn.partition(model()), batch(), jax.random.key(0)))
 
 
 def check(got, want):
@@ -70,12 +65,15 @@ def check(got, want):
         np.testing.assert_allclose(got[0][path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)
 
 
+@functools.cache
+def logits_alone():
+    run = jax.jit(lambda m, tokens, ids: m.logits(m(tokens, segment_ids=ids, dtype=jnp.float32).hidden))
+    return np.asarray(run(model(), batch()["tokens"], batch()["segment_ids"]), np.float64)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_outside_loss_is_its_formula(name):
-    data = batch()
-    run = jax.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids, dtype=jnp.float32).hidden)
-    hidden = run(model(), data["tokens"], data["segment_ids"])
-    logits = np.asarray(hidden, np.float64) @ np.asarray(model().head_weight(), np.float64).T
+    data, logits = batch(), logits_alone()
     counts, index = data["targets"] >= 0, np.maximum(data["targets"], 0)[..., None]
 
     def log_prob(temperature):
@@ -142,7 +140,7 @@ def test_microbatches_make_the_whole(name):
     step = tiny.jit_step(step)
     state = training.make_state(model(), optimizer)
     before, (gradients, loss, stats) = jax.device_get((state.trainable, alone(name)))
-    state, metrics = jax.device_get(step(state, jax.tree.map(jnp.asarray, batch())))
+    state, metrics = jax.device_get(step(state, batch()))
     norm = np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients.values()))
     means = {key: value / stats.num_targets for key, value in stats.sums.items()}
     for key, value in (means | {"loss": loss, "grad_norm": norm, "num_targets": stats.num_targets}).items():
@@ -268,8 +266,8 @@ def test_what_a_pipeline_cannot_divide_is_refused():
 
 
 def test_a_loss_may_prepare_its_model_and_batch():
-    value, _ = Scaled()(model(), jax.tree.map(jnp.asarray, batch()), dtype=jnp.float32)
-    assert float(value) == 3.0
+    loss = jax.jit(functools.partial(Scaled(), dtype=jnp.float32))
+    assert float(loss(model(), batch())[0]) == 3.0
 
 
 def test_a_loss_of_the_wrong_kind_is_refused():

@@ -108,9 +108,14 @@ def test_packed_pairs_equal_pairs_alone(model):
     paired = nn.with_mask(model, ops.BlockCausal(BLOCK, pairs=True))
     batch = corrupt(paired, packed(), jax.random.key(1))
     together = hidden_states(paired, paired.masks[0], tokens=batch["tokens"], segment_ids=batch["segment_ids"])
-    for first, end in ((0, 7), (7, 13)):
-        alone = hidden_states(paired, paired.masks[0], tokens=batch["tokens"][:2, first:end])
-        np.testing.assert_allclose(together[:2, first:end], alone, atol=1e-5)
+    tokens, segment_ids = np.zeros((2, 4, 16), np.int32)
+    for document, (first, end) in enumerate(((0, 7), (7, 13))):  # in rows of their own, by the same program
+        rows = slice(2 * document, 2 * document + 2)
+        tokens[rows, : end - first] = batch["tokens"][:2, first:end]
+        segment_ids[rows, : end - first] = 1
+    alone = hidden_states(paired, paired.masks[0], tokens=tokens, segment_ids=segment_ids)
+    np.testing.assert_allclose(together[:2, :7], alone[:2, :7], atol=1e-5)
+    np.testing.assert_allclose(together[:2, 7:13], alone[2:, :6], atol=1e-5)
     gradients = jax.jit(jax.grad(lambda model: LOSS(model, packed(), jax.random.key(1), dtype=jnp.float32)[0]))(paired)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 

@@ -50,10 +50,8 @@ def test_they_take_about_a_byte_and_train_as_those_of_float32():
 def test_on_a_mesh_scales_are_split_like_their_values():
     layout = sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2))
     optimizer = training.adamw(1e-2, moments=jnp.float8_e4m3fn, mask=None)
-    with sharding.use(layout):
-        state = training.make_state(
-            training.copy_model(tiny.llama(dim=64, mlp_dim=1024, head_dim=32, rope=ops.Rope(32)), layout), optimizer
-        )
+    build = lambda: tiny.llama(dim=64, mlp_dim=1024, head_dim=32, rope=ops.Rope(32))
+    state = training.abstract_state(build, optimizer, layout=layout)  # that of make_state, as test_trainer_restore has
     nu = optax.tree.get(state.opt_state, "nu")["layers.groups.0.0.mlp.up.w"]
     param = state.trainable["layers.groups.0.0.mlp.up.w"]
     assert nu.codes.sharding == param.sharding and nu.codes.dtype == jnp.float8_e4m3fn

@@ -12,17 +12,20 @@ import pytest
 from flax import nnx
 
 from maxlib import nn, sharding, training
-from tests.nn.tiny import tiny_llama
 from tests.outside import outside
 from tests.training import tiny
 
 SGD = optax.sgd(0.1)
 
 
+@jax.jit
+def _logits(model, tokens):
+    return model.logits(model(tokens, dtype=jnp.float32).hidden)
+
+
 def test_sums_over_targets_with_everything_on():
-    model, batch = tiny.model(), jax.tree.map(jnp.asarray, tiny.batch(uneven=True))
-    hidden = np.asarray(model(batch["tokens"], dtype=jnp.float32).hidden, np.float64)
-    logits = hidden @ np.asarray(model.head_weight(), np.float64).T
+    model, batch = tiny.model(), jax.tree.map(jnp.asarray, tiny.batch(4, uneven=True))
+    logits = np.asarray(_logits(model, batch["tokens"]), np.float64)
     lse = np.log(np.exp(logits).sum(-1))
     targets = np.asarray(batch["targets"])
     log_prob = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0] - lse
@@ -47,8 +50,7 @@ def _weighted():
 
 def test_weights_of_targets_make_a_weighted_mean():
     model, (batch, weights) = tiny.model(), _weighted()
-    hidden = np.asarray(model(batch["tokens"], dtype=jnp.float32).hidden, np.float64)
-    logits = hidden @ np.asarray(model.head_weight(), np.float64).T
+    logits = np.asarray(_logits(model, batch["tokens"]), np.float64)
     targets = np.asarray(batch["targets"])
     log_prob = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
     nll, learned = np.log(np.exp(logits).sum(-1)) - log_prob, targets >= 0
@@ -97,7 +99,7 @@ def test_the_loss_of_ids_outside_the_vocabulary_is_nan(split):
     """A later batch is seen by nobody but the step, where an id from the table's end would train in silence."""
     layout = sharding.Layout(sharding.make_mesh(fsdp=4, tensor=2), sharding.FSDP_TP) if split else None
     with sharding.use(layout) if split else contextlib.nullcontext():
-        model = tiny_llama(num_layers=1, vocab=tiny.VOCAB)
+        model = tiny.model()
         model = jax.device_put(model, sharding.shardings(model, layout)) if split else model
         if split:
             assert layout.axis_size("vocab") > 1

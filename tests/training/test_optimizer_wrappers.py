@@ -83,28 +83,29 @@ def test_the_average_follows_the_parameters():
 
 
 def test_nothing_changes_updates_after_the_average_has_seen_them():
-    model = tiny.llama()
+    model = jax.eval_shape(tiny.llama)
     rates = training.scale_by_path({"layers.attn.*": 0.5}, model=model)
     for wrong in (
         optax.chain(training.ema(optax.sgd(1.0)), rates),
         training.skip_spikes(optax.chain(optax.chain(training.ema(optax.sgd(1.0))), rates)),
     ):
         with pytest.raises(ValueError, match=r"ema\(...\) comes before another"):
-            training.make_state(model, wrong)
+            jax.eval_shape(lambda optimizer=wrong: training.make_state(tiny.llama(), optimizer))
     for right in (
         training.ema(optax.chain(optax.sgd(1.0), rates)),
         training.skip_spikes(optax.chain(optax.clip(1.0), training.ema(optax.sgd(1.0)))),
     ):
-        training.make_state(model, right)
+        jax.eval_shape(lambda optimizer=right: training.make_state(tiny.llama(), optimizer))
 
 
 def test_rates_by_path():
-    model = tiny.llama()
+    model = tiny.filled_llama()
     params, _ = nn.partition(model)
     factors = {"layers.attn.q.*": 0.0, "layers.attn.*": 0.5}
     optimizer = optax.chain(optax.sgd(1.0), training.scale_by_path(factors, model=model))
-    ones = jax.tree.map(jnp.ones_like, params)
-    updates, _ = optimizer.update(ones, optimizer.init(params), params)
+    updates, _ = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params))(
+        jax.tree.map(np.ones_like, params)
+    )
     short = nn.tree.pattern_paths(model)
     rate = {short[path]: float(-u.mean()) for path, u in updates.items()}
     assert rate["layers.attn.q.w"] == 0
@@ -115,7 +116,7 @@ def test_rates_by_path():
 
 
 def test_what_is_frozen_stays_and_has_no_moments():
-    model = tiny.llama()
+    model = tiny.filled_llama()
     optimizer = training.adamw(1e-2, mask=None)
     state = training.make_state(model, optimizer, filter=training.trainable_only("layers.mlp.*", "norm.scale"))
     names = {nn.tree.pattern_paths(model)[path] for path in state.trainable}
@@ -126,26 +127,28 @@ def test_what_is_frozen_stays_and_has_no_moments():
 def test_a_pattern_that_fits_nothing_is_an_error():
     """As those of `scale_by_path` and of adapters; the head of a tied model is the one of a docstring."""
     filter = training.trainable_only("layers.attn.*", "head.w")
-    assert {
-        path.rpartition(".")[0] for path in training.make_state(tiny.llama(), optax.sgd(0.1), filter=filter).trainable
-    }
+    start = lambda filter, **changes: jax.eval_shape(
+        lambda: training.make_state(tiny.llama(**changes), optax.sgd(0.1), filter=filter)
+    )
+    assert {path.rpartition(".")[2] for path in start(filter).trainable} == {"w"}
     with pytest.raises(ValueError, match=r"\['layers\.mpl\.\*'\] match none"):
-        training.make_state(tiny.llama(), optax.sgd(0.1), filter=training.trainable_only("layers.mpl.*"))
+        start(training.trainable_only("layers.mpl.*"))
     with pytest.raises(ValueError, match=r"\['head\.w'\] match none \(a tied head has none\); there are .*embed\.w"):
-        training.make_state(tiny.llama(tied=True), optax.sgd(0.1), filter=filter)
+        start(filter, tied=True)
 
 
 def test_coarse_parameters_whose_changes_are_lost_are_said():
-    model = nn.cast(tiny.model(), jnp.bfloat16)
+    coarse = lambda: nn.cast(tiny.model(), jnp.bfloat16)
+    start = lambda build, optimizer: jax.eval_shape(lambda: training.make_state(build(), optimizer))
     with pytest.warns(
         UserWarning, match=r"(\d+) of \1 .* are bfloat16.*dtype=jnp\.float32.*bfloat16_moments.*moments=jnp\.bfloat16"
     ):
-        training.make_state(model, training.adamw(1e-5))
+        start(coarse, training.adamw(1e-5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for optimizer in (training.adamw(1e-4, moments=jnp.bfloat16), training.bfloat16_moments(optax.lion(1e-4))):
-            training.make_state(model, optimizer)
-        training.make_state(tiny.model(), training.adamw(1e-4))
+            start(coarse, optimizer)
+        start(tiny.model, training.adamw(1e-4))
 
 
 def test_moments_in_bfloat16_follow_those_in_float32():
@@ -174,11 +177,9 @@ def test_moments_in_bfloat16_follow_those_in_float32():
 
 
 def test_a_state_in_bfloat16_trains():
-    optimizer, model = (
-        training.bfloat16_moments(optax.lion(1e-3)),
-        nn.cast(tiny.model(), jnp.bfloat16, lambda path, v: "norm" not in path),
-    )
-    state = training.make_state(model, optimizer)
+    optimizer = training.bfloat16_moments(optax.lion(1e-3))
+    cast = jax.jit(lambda model: nn.cast(model, jnp.bfloat16, lambda path, v: "norm" not in path))
+    state = training.make_state(cast(tiny.model()), optimizer)
     dtypes = lambda state: [x.dtype for x in jax.tree.leaves((state.trainable, state.opt_state))]
     step, before, losses = tiny.jit_step(training.make_train_step(tiny.loss, optimizer)), dtypes(state), []
     assert state.trainable["embed.w"].dtype == jnp.bfloat16

@@ -69,7 +69,7 @@ def test_a_step_decays_layers_of_ones_own_by_their_own_shapes(moments):
         return 0 * jnp.sum(model.head_weight()), training.Stats(jnp.ones(()), {})
 
     step = training.make_train_step(loss, optimizer)
-    state, _ = jax.jit(step)(training.make_state(OwnModel(), optimizer), tiny.batch())
+    state, _ = jax.jit(step)(training.make_state(lambda: OwnModel(), optimizer), tiny.batch())
     short = nn.tree.pattern_paths(state.rest)
     means = {short[path]: float(x.mean()) for path, x in state.trainable.items() if short[path].startswith("layers.")}
     assert means == {"layers.temperature": 1.0, "layers.d": 0.5}
@@ -171,7 +171,8 @@ def test_muon_makes_every_matrix_of_every_layer_and_expert_orthogonal():
     build = lambda: {"llama": tiny.llama(), "moe": experts(nnx.Rngs(0))}
     params, _ = nn.partition(filled(build))
     optimizer = training.muon(0.1, model=jax.eval_shape(build), weight_decay=0.0, clip=None)
-    grads = {path: jax.random.normal(jax.random.key(i), p.shape) for i, (path, p) in enumerate(params.items())}
+    random = np.random.default_rng(0)
+    grads = {path: random.standard_normal(p.shape, np.float32) for path, p in params.items()}
     updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, params)
     dims = optimizers.muon_dimensions(jax.eval_shape(build))
     short = nn.tree.pattern_paths(jax.eval_shape(build))
@@ -220,8 +221,9 @@ def test_rates_of_muon_and_of_deeper_models():
 
 
 def test_initial_values_of_deeper_models():
-    model = tiny.llama(num_layers=4)
-    scaled = training.mup_init(model, tiny.llama(num_layers=2), depth_exponent=1.0)
+    model = filled(lambda: tiny.llama(num_layers=4))
+    base = jax.eval_shape(lambda: tiny.llama(num_layers=2))
+    scaled = jax.jit(lambda model: training.mup_init(model, base, depth_exponent=1.0))(model)
     before, after = (nn.partition(m)[0] for m in (model, scaled))
     changed = {path for path, x in before.items() if not np.array_equal(x, after[path])}
     assert changed == {f"layers.groups.0.0.{name}.w" for name in ("attn.o", "mlp.down")}

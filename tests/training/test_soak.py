@@ -28,7 +28,6 @@ def test_nothing_grows():
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", soak.TIMES)
-@pytest.mark.full
 def test_nothing_grows_for_long(part):
     assert soak.failures(soak.run(part, soak.TIMES[part] // 10)) == []
 

@@ -6,14 +6,12 @@ import gc
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from maxlib import checkpoint, nn, observability, sharding, training
 from tests.training import tiny
-from tests.training.trainers import SGD, by_hand, same, trainer
+from tests.training.trainers import OPTIMIZER, SGD, by_hand, same, trainer
 
 
 @pytest.fixture(autouse=True)
@@ -75,25 +73,9 @@ def test_evaluation_reads_so_many_batches_from_the_start_each_time():
     assert few.evaluate() == want == few.evaluate() and want["eval/num_targets"] == 2 * 8 * 12
 
 
-@pytest.mark.full  # test_objectives has the gradients themselves
-def test_in_a_1f1b_pipeline():
-    """The gradients that the trainer is given are those of autodiff; evaluation runs in the same pipeline."""
-    rules = sharding.DP | sharding.Pipeline("stage", microbatches=4, schedule="1f1b")
-    mesh = sharding.make_mesh(stage=2, devices=jax.devices()[:2])
-    loss, optimizer = {"loss": training.NextToken(), "dtype": jnp.float32}, optax.sgd(0.1)
-    piped = {"layout": sharding.Layout(mesh, rules), "evaluation": training.Evaluation(tiny.Loader(1))} | loss
-    ours, alone = (trainer(tiny.llama, optimizer=optimizer, **more) for more in (piped, {}))
-    last, want = ours.fit(2), alone.fit(2)
-    assert last["eval/loss"] < 5
-    for name in ("loss", "nll"):
-        assert float(last[name]) == pytest.approx(float(want[name]), rel=1e-5), name
-    for path, value in alone.state.trainable.items():
-        np.testing.assert_allclose(ours.state.trainable[path], value, atol=1e-5, err_msg=path)
-
-
 def test_evaluation_has_no_embedding_noise():
     options = {"optimizer": SGD, "evaluation": training.Evaluation(tiny.Loader(2))}
-    silent, noisy = trainer(tiny.llama, **options), trainer(tiny.llama, neftune_alpha=100.0, **options)
+    silent, noisy = (trainer(tiny.filled_llama, neftune_alpha=alpha, **options) for alpha in (None, 100.0))
     want, got = ({name: float(value) for name, value in ours.evaluate().items()} for ours in (silent, noisy))
     assert got == pytest.approx(want, rel=1e-6)
     assert abs(noisy.fit(1)["loss"] - silent.fit(1)["loss"]) > 1e-3
@@ -120,7 +102,7 @@ def test_a_run_has_a_key_of_its_own():
         value, stats = tiny.loss(model, batch)
         return value, training.Stats(stats.num_targets, {"drawn": jax.random.uniform(key) * stats.num_targets})
 
-    drawn = [trainer(loss=loss, key=key).fit(1)["drawn"] for key in (0, 7, jax.random.key(7))]
+    drawn = [trainer(loss=loss, optimizer=SGD, key=key).fit(1)["drawn"] for key in (0, 7, jax.random.key(7))]
     assert drawn[0] != drawn[1] == drawn[2]
 
 
@@ -152,7 +134,7 @@ def test_a_step_is_compiled_once(model, batches, caplog):
     made, device = tiny.model(), jax.devices()[0]
     if model == "in part":
         made.head = jax.device_put(made.head, device)
-    ours = trainer(made, loader=Placed(), loss=functools.partial(tiny.loss))
+    ours = trainer(made, optimizer=SGD, loader=Placed(), loss=functools.partial(tiny.loss))
     with jax.log_compiles(), caplog.at_level("WARNING"):
         ours.fit(3)
     assert sum(record.getMessage().startswith("Compiling jit(step)") for record in caplog.records) == 1
@@ -181,7 +163,7 @@ def test_rows_that_the_mesh_cannot_share():
 def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="without a layout, each of the 2 processes would train its own model"):
-        training.Trainer(tiny.model, optimizer=tiny.optimizer(tiny.model()), loader=tiny.Loader())
+        training.Trainer(tiny.model, optimizer=SGD, loader=tiny.Loader())
 
 
 def aliased():
@@ -215,7 +197,7 @@ def test_callbacks_run_after_a_number_of_steps():
 
 def test_a_list_or_a_generator_of_batches_resumes_after_those_it_has_used(tmp_path, capsys):
     batches = [tiny.batch(seed=number) for number in (1, 2, 3, 4)]
-    run = functools.partial(training.Trainer, tiny.model, tiny.optimizer(tiny.model()), loss=tiny.loss)
+    run = functools.partial(training.Trainer, tiny.model, OPTIMIZER, loss=tiny.loss)
     state, _ = by_hand(4)
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpointer:
         run(batches, evaluation=training.Evaluation(batches[:1]), checkpointer=checkpointer).fit(2)

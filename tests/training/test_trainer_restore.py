@@ -1,6 +1,7 @@
 """Where a training run begins: a checkpoint of its own or of another run, parameters, a Hugging Face directory."""
 
 import contextlib
+import dataclasses
 import shutil
 
 import jax
@@ -83,8 +84,11 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "optimizer"), STATES.values(), ids=STATES)
-def test_the_abstract_state_is_that_of_make_state(strategy, optimizer):
+@pytest.mark.parametrize(
+    "name", [pytest.param("one device", marks=pytest.mark.full), "zero1 with scales of blocks", "on the host"]
+)
+def test_the_abstract_state_is_that_of_make_state(name):
+    strategy, optimizer = STATES[name]
     layout = None if strategy is None else sharding.Layout(sharding.make_mesh(data=2, fsdp=4), strategy)
     build = lambda: tiny.Bigram(rngs=nnx.Rngs(0))
     with contextlib.nullcontext() if layout is None else sharding.use(layout):
@@ -99,13 +103,11 @@ def test_the_abstract_state_is_that_of_make_state(strategy, optimizer):
 
 def test_a_resumed_model_that_is_configured_otherwise_is_said(tmp_path):
     """Its arrays have the same shapes, so nothing else would say it."""
-    rope = lambda theta: ops.Rope(12, theta=theta)
+    build = lambda theta, **changes: lambda: tiny.filled_llama(num_layers=1, rope=ops.Rope(12, theta=theta), **changes)
     make = lambda theta, **changes: trainer(
-        lambda: tiny.llama(rope=rope(theta), **changes), checkpointer=checkpoint.Checkpointer(tmp_path), optimizer=ADAMW
+        build(theta, **changes), checkpointer=checkpoint.Checkpointer(tmp_path), optimizer=ADAMW
     )
-    first = make(1e4)
-    first.save()
-    first.checkpointer.close()
+    saved(tmp_path, model=build(1e4), optimizer=ADAMW)
     again = make(1e4)
     assert again.restore().startswith("resumed after step 0")  # a warning would be an error
     again.checkpointer.close()
@@ -137,7 +139,7 @@ def test_where_a_run_begins(tmp_path, capsys):
 
 def test_parameters_of_a_model_that_is_configured_otherwise_are_a_warning(tmp_path):
     """All shapes are the same: nothing else would tell."""
-    build = lambda theta: lambda: tiny.llama(rope=ops.Rope(12, theta=theta, max_length=64))
+    build = lambda theta: lambda: tiny.filled_llama(num_layers=1, rope=ops.Rope(12, theta=theta, max_length=64))
     make = lambda theta, **more: trainer(build(theta), optimizer=ADAMW, **more)
     export = training.ParameterExport(tmp_path / "export", every=1)
     ours = make(1e4, checkpointer=checkpoint.Checkpointer(tmp_path / "full"))
@@ -157,37 +159,38 @@ def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
     ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), optimizer=training.ema(ADAMW))
     ours.restore(params_from=tmp_path)
     assert same(nn.partition(training.ema_model(ours.state))[0], ours.state.trainable)
-    ours.fit(1)
+    ours.state = dataclasses.replace(ours.state, step=jnp.int32(1))
     with pytest.raises(ValueError, match=r"at step 1 the optimizer's averages .* restore before the first step"):
         ours.restore(params_from=tmp_path)
 
 
-def restored_llama(directory, **options):
-    """A saved model, and a Trainer of another one with the saved parameters."""
-    rope = ops.Rope(12, max_length=64)
-    model = tiny.llama(rope=rope)
-    weights.save_pretrained(model, directory)
-    build = lambda: tiny.llama(seed=1, rope=rope)
-    ours = training.Trainer(build, optimizer=ADAMW, loader=tiny.Loader(), loss=tiny.loss, **options)
-    ours.restore(params_from=directory)  # a warning would be an error
-    return model, ours
-
-
 def test_parameters_from_a_hugging_face_directory(tmp_path):
-    model, ours = restored_llama(tmp_path / "model")
-    assert same(nn.partition(model)[0], ours.state.trainable)
-    other = trainer()
+    """Those of frozen layers too."""
+    rope = ops.Rope(12, max_length=64)
+    model = tiny.filled_llama(rope=rope)
+    weights.save_pretrained(model, tmp_path / "model")
+    ours = trainer(
+        lambda: tiny.filled_llama(seed=1, rope=rope), optimizer=ADAMW, filter=training.trainable_only("layers.attn.*")
+    )
+    ours.restore(params_from=tmp_path / "model")  # a warning would be an error
+    assert same(nn.partition(model)[0], nn.partition(ours.model)[0])
     with pytest.raises(ValueError, match="has a different model"):
-        other.restore(params_from=tmp_path / "model")
+        trainer().restore(params_from=tmp_path / "model")
+
+
+def saved(directory, *, base=None, **options):
+    """A trainer whose state before the first step is in a checkpoint."""
+    source = trainer(checkpointer=checkpoint.Checkpointer(directory, base=base), **options)
+    source.save()
+    source.checkpointer.close()
+    return source
 
 
 @pytest.mark.parametrize("saved_by", ["the same filter", "another filter"])
 def test_parameters_from_a_checkpoint_are_those_of_frozen_layers_too(tmp_path, saved_by):
     """Without this, a run that trains a part continues on a backbone of random numbers."""
     part = training.trainable_only("layers.*")
-    checkpointer = checkpoint.Checkpointer(tmp_path)
-    source = trainer(filter=part if saved_by == "the same filter" else None, checkpointer=checkpointer)
-    source.fit(1)
+    source = saved(tmp_path, filter=part if saved_by == "the same filter" else None)
     ours = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), filter=part)
     ours.restore(params_from=tmp_path)
     want, restored = nn.variables(source.model), nn.variables(ours.model)
@@ -197,16 +200,11 @@ def test_parameters_from_a_checkpoint_are_those_of_frozen_layers_too(tmp_path, s
 
 def test_parameters_of_a_checkpoint_without_its_base_need_that_base(tmp_path):
     part = training.trainable_only("layers.*")
-    trainer(filter=part, checkpointer=checkpoint.Checkpointer(tmp_path, base="a/base")).fit(1)
+    saved(tmp_path, base="a/base", filter=part)
     trainer(filter=part).restore(params_from=tmp_path)
     other = trainer(lambda: tiny.Bigram(rngs=nnx.Rngs(1)), filter=part)
     with pytest.raises(ValueError, match=r"was trained on the base in a/base .* build the model from that base"):
         other.restore(params_from=tmp_path)
-
-
-def test_parameters_from_hugging_face_are_those_of_frozen_layers_too(tmp_path):
-    model, ours = restored_llama(tmp_path / "model", filter=training.trainable_only("layers.attn.*"))
-    assert same(nn.partition(model)[0], nn.partition(ours.model)[0])
 
 
 def test_an_evaluation_before_training_is_of_the_newest_checkpoint(tmp_path):

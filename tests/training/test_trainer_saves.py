@@ -5,7 +5,7 @@ import pytest
 
 from maxlib import checkpoint, nn, ops, training, weights
 from tests.training import tiny
-from tests.training.trainers import ADAMW, same, trainer
+from tests.training.trainers import SGD, same, trainer
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +35,10 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
         training.HuggingFaceExport(tmp_path / "hf", every=2, keep=2),
         training.ParameterExport(tmp_path / "params", every=3),
     ]
-    make = lambda: training.Trainer(
-        lambda: tiny.llama(rope=rope),
-        optimizer=ADAMW,
-        loader=tiny.Loader(),
-        loss=tiny.loss,
+    build = lambda: tiny.filled_llama(num_layers=1, rope=rope)
+    make = lambda: trainer(
+        build,
+        optimizer=SGD,
         checkpointer=checkpoint.Checkpointer(tmp_path / "checkpoints", every=2),
         callbacks=exports(),
     )
@@ -59,7 +58,7 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
     again.fit(4)
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["4"]  # step 5 is of a history that the run left
     assert "NOT SAVED" not in capsys.readouterr().out
-    params = trainer(model=lambda: tiny.llama(rope=rope), optimizer=ADAMW)
+    params = trainer(build, optimizer=SGD)
     assert params.restore(params_from=tmp_path / "params").startswith("parameters from")
     assert same(params.state.trainable, again.state.trainable)  # step 4 took the place of step 5, which it came before
 
@@ -80,7 +79,7 @@ def test_a_diverged_step_is_not_exported(tmp_path):
 
     export = training.ParameterExport(tmp_path, every=2, keep=1)
     with pytest.raises(training.DivergedError, match="step 4: loss nan"):
-        trainer(loss=loss, callbacks=[export]).fit(8)
+        trainer(loss=loss, optimizer=SGD, callbacks=[export]).fit(8)
     assert [path.name for path in tmp_path.iterdir() if path.name.isdecimal()] == ["2"]
 
 

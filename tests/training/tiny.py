@@ -11,6 +11,7 @@ from flax import nnx
 from maxlib import nn, training
 from maxlib.sharding import constrain
 from maxlib.training import _trainer
+from tests.nn import tiny as nn_tiny
 from tests.nn.tiny import tiny_llama
 
 VOCAB = 32
@@ -44,9 +45,9 @@ class Bigram(nnx.Module):
 
     softcap = None
 
-    def __init__(self, dim: int = 16, *, rngs: nnx.Rngs):
+    def __init__(self, dim: int = 16, kinds: str | int = "abb", *, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, dim, rngs=rngs)
-        self.layers = nn.Stack(lambda _, rngs: Layer(dim, rngs=rngs), "abb", rngs=rngs)
+        self.layers = nn.Stack(lambda _, rngs: Layer(dim, rngs=rngs), kinds, rngs=rngs)
         self.head = nn.Embed(VOCAB, dim, rngs=rngs)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
@@ -65,8 +66,16 @@ def model():
     return Bigram(rngs=nnx.Rngs(0))
 
 
+SIZES = {"num_layers": 2, "dim": 16, "mlp_dim": 24, "num_heads": 2, "vocab": VOCAB}
+
+
 def llama(**changes):
-    return tiny_llama(**{"num_layers": 2, "dim": 16, "mlp_dim": 24, "num_heads": 2, "vocab": VOCAB} | changes)
+    return tiny_llama(**SIZES | changes)
+
+
+def filled_llama(**changes):
+    """With other values, which take no program."""
+    return nn_tiny.filled_llama(**SIZES | changes)
 
 
 def optimizer(model, learning_rate=1e-2, **options):
