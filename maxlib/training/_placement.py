@@ -187,7 +187,12 @@ def copy_model(model: Any, layout: sharding.Layout | None = None) -> Any:
         ValueError: when a parameter occurs twice in the model (`self.head = self.embed`).
     """
     sharding.check_no_aliases(model)
+
+    def copied(x: Any, to: Any) -> Any:
+        # To more devices, `device_put` may share the buffer on the first of them whatever `may_alias` says.
+        own = jax.device_put(x, getattr(x, "sharding", None), may_alias=False)
+        return own if to is None else jax.device_put(own, to)
+
     if layout is None:
-        return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None), may_alias=False), model)
-    shardings = sharding.shardings(model, layout)
-    return jax.tree.map(lambda x, to: jax.device_put(x, to, may_alias=False), model, shardings)
+        return jax.tree.map(lambda x: copied(x, None), model)
+    return jax.tree.map(copied, model, sharding.shardings(model, layout))

@@ -270,6 +270,13 @@ def test_a_donated_state_is_gone_and_the_new_one_is_whole():
     assert not any(x.is_deleted() for x in jax.tree.leaves((state, model)))
 
 
+def test_a_copy_on_more_devices_has_arrays_of_its_own():
+    model = tiny.model()
+    copy = training.copy_model(model, sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP))
+    jax.tree.map(lambda x: x.delete(), copy)  # as a step does
+    assert not any(x.is_deleted() for x in jax.tree.leaves(model))
+
+
 def noisy(model, batch, key):
     value, stats = tiny.loss(model, batch)
     noise = jax.random.uniform(key)
