@@ -160,7 +160,7 @@ class Generator:
         """Yields each prompt's next token, step by step; None for a prompt that has ended.
 
         Args:
-            prompts: Token ids of each prompt, of any length.
+            prompts: Token ids of each prompt, of any length. On one device equal ones, as of a group, are run once.
             max_new_tokens: Maximum number of new tokens per prompt.
             images: For models that read images: all images of all prompts in the order of their placeholders (the
                 `pixel_values` of Hugging Face's processors; `nn.vision.pad_patches` of them for images of any size).
