@@ -50,7 +50,6 @@ from maxlib.inference._requests import (
     features_of,
     inputs_by_prompt,
     settings_of,
-    tell,
 )
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
 from maxlib.inference._sizes import bucket, power_of_two, row_counts
@@ -806,7 +805,7 @@ class LocalEngine:
             if row.done:
                 self._rows[slot] = None if self._rows[slot] is row else self._rows[slot]
                 self._memory.end(row)
-        tell(drawing.row for drawing in drawings)
+            row._tell()
 
     def _fail_all(self, error: BaseException) -> None:
         """Ends all requests with an error: after it the caches are lost."""

@@ -3,9 +3,10 @@
 import asyncio
 import collections
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -74,9 +75,8 @@ class Request:
         self._slot = self._order = 0  # the order is that of the first start
         self._error: BaseException | None = None
         self._cancelled = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the one who waits for news
-        self._news = asyncio.Event()
-        self._at_end = False  # the only news is its end
+        self._notify: Callable[[], Any] | None = None
+        self._at_end = False  # notify when it has ended only
         self._ngrams: NGrams | None = None
 
     @property
@@ -144,9 +144,10 @@ class Request:
 
     def _listen(self, *, at_end: bool) -> asyncio.Event:
         """Returns an event that each new token sets, or only the last one, and runs the engine."""
-        self._loop, self._at_end = asyncio.get_running_loop(), at_end
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        self._notify, self._at_end = functools.partial(loop.call_soon_threadsafe, news.set), at_end
         self._engine.run_in_background()
-        return self._news
+        return news
 
     def _add(self, token: int, log_prob: float, version: int) -> None:
         """Appends a token, which may be the last one."""
@@ -159,25 +160,14 @@ class Request:
         elif len(self.tokens) == self._limit:
             self.finish_reason = "length"
 
+    def _tell(self) -> None:
+        if self._notify is not None and (self.done or not self._at_end):
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._notify()
+
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        tell([self])
-
-
-def tell(requests: Iterable[Request]) -> None:
-    """Wakes those who wait for news of requests, with one call of each event loop."""
-    news = collections.defaultdict(list)
-    for request in requests:
-        if request._loop is not None and (request.done or not request._at_end):
-            news[request._loop].append(request._news)
-    for loop, events in news.items():
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(_set, events)
-
-
-def _set(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+        self._tell()
 
 
 def inputs_by_prompt(name: str, inputs: Any, count: int) -> Sequence[Any]:
