@@ -54,7 +54,7 @@ def loaders(args: argparse.Namespace) -> tuple[data.Loader, data.Loader]:
     documents = data.files(args.files, field="text", document="paragraph") if args.files else data.python_docs()
     train, held_out = (data.tokenize(part, tokenizer) for part in data.split(documents, validation=0.05))
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
-    make = functools.partial(data.Loader, batch_size=args.batch)
+    make = functools.partial(data.Loader, batch_size=args.batch_size)
     return make(rows(train.shuffle(seed=0).repeat())), make(rows(held_out), num_shards=1)
 
 
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
     add("--temperature", metavar="X", type=float, default=1.0, help="softmax temperature of both models (%(default)s)")
     add("--hard", metavar="X", type=float, default=0.0, help="weight of the cross-entropy on the text (%(default)s)")
     add("--steps", default=200, help="number of optimizer steps (%(default)s)")
-    add("--batch", default=8, help="rows per step (%(default)s)")
+    add("--batch-size", default=8, help="rows per step (%(default)s)")
     add("--length", default=512, help="tokens per row (%(default)s)")
     add("--learning-rate", metavar="X", type=float, default=1e-3, help="peak learning rate (%(default)s)")
     args = parser.parse_args()

@@ -96,7 +96,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--out", metavar="DIR", type=Path, default=Path("runs/finetune"), help="output directory (%(default)s)")
     add("--steps", default=100, help="number of optimizer steps (%(default)s)")
-    add("--batch", default=8, help="rows per step (%(default)s)")
+    add("--batch-size", default=8, help="rows per step (%(default)s)")
     add("--microbatches", default=1, help="microbatches per step, to use less memory (%(default)s)")
     add("--length", default=512, help="tokens per row (%(default)s)")
     add("--validation", metavar="X", type=float, default=0.05, help="fraction of documents to hold out (%(default)s)")
@@ -143,7 +143,7 @@ def loader(tokens, args, *, change=lambda row: row, num_shards: int | None = Non
         "truncate" if args.chats else "split"
     )  # an answer in a row of its own would be learned without its question
     rows = lambda part: data.pack(tokens[part], length=args.length, overlong=overlong, images=blank).map(change)
-    return data.Loader(rows, batch_size=args.batch, num_shards=num_shards)
+    return data.Loader(rows, batch_size=args.batch_size, num_shards=num_shards)
 
 
 def without_their_images(held_out, tokenize, args) -> dict[str, data.Loader]:

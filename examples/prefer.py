@@ -88,8 +88,7 @@ def pair_loader(args: argparse.Namespace) -> data.Loader:
     bad = data.SkipBadRecords(limit=len(records) // 10)
     pairs = bad.guard(data.pairs(records, tokenizer, args.template), name="pairs")
     rows = data.pad(pairs, length=args.length, overlong="drop").shuffle(seed=0).repeat()
-    to_rows = lambda part: rows[part].to_iter_dataset()
-    return data.Loader(to_rows, batch_size=args.batch, bad_records=bad)
+    return data.Loader(lambda part: rows[part], batch_size=args.batch_size, bad_records=bad)
 
 
 def arguments() -> argparse.Namespace:
@@ -113,7 +112,7 @@ def arguments() -> argparse.Namespace:
         help="the loss's beta, the strength of the reference (default: that of the loss)",
     )
     add("--steps", default=100, help="number of optimizer steps (%(default)s)")
-    add("--batch", default=8, help="pairs per step (%(default)s)")
+    add("--batch-size", default=8, help="pairs per step (%(default)s)")
     add("--microbatches", default=1, help="microbatches per step, to use less memory (%(default)s)")
     add("--length", default=512, help="tokens of prompt and answer; longer pairs are skipped (%(default)s)")
     add("--learning-rate", metavar="X", type=float, help="peak learning rate (1e-6; 1e-5 with --lora)")

@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
     add("files", metavar="FILE", type=Path, nargs="*", help="text (by paragraphs), .jsonl (field 'text') or folders")
     add("--out", metavar="DIR", type=Path, default=Path("runs/pretrain"), help="output directory (%(default)s)")
     add("--steps", default=360, help="number of optimizer steps (%(default)s)")
-    add("--batch", default=4, help="rows per step (%(default)s)")
+    add("--batch-size", default=4, help="rows per step (%(default)s)")
     add("--length", default=256, help="tokens per row (%(default)s)")
     add("--vocab", default=4096, help="vocabulary size of the trained tokenizer (%(default)s)")
     add("--layers", default=4, help="layers of the model (%(default)s)")
@@ -136,7 +136,7 @@ def write_tokens(text: str, directory: Path, args: argparse.Namespace) -> None:
 
 def loaders(train, held_out, args) -> tuple[data.Loader, data.Loader]:
     rows = lambda tokens: lambda part: data.pack(tokens[part], length=args.length)
-    make = functools.partial(data.Loader, batch_size=args.batch)
+    make = functools.partial(data.Loader, batch_size=args.batch_size)
     return make(rows(train.shuffle(seed=0).repeat())), make(rows(held_out), num_shards=1)
 
 

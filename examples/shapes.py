@@ -1,7 +1,7 @@
 """Draw pictures of shapes with questions about them, and save a small untrained vision model.
 
     python examples/shapes.py runs/shapes
-    python examples/finetune.py runs/shapes/model runs/shapes/chats.jsonl --chats --steps 100 --batch 4 \\
+    python examples/finetune.py runs/shapes/model runs/shapes/chats.jsonl --chats --steps 100 --batch-size 4 \\
         --length 256 --patches 640 --learning-rate 3e-3
 
 Needs Pillow. Each line of chats.jsonl is a chat about one picture; the pictures may differ in size.

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ def test_quantized_directories_are_read(capsys, directory, tmp_path):
     source = shutil.copytree(directory, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "bos_token_id": 3}))
-    low = quantization.for_inference(maxlib.from_pretrained(source), "int8")
+    low = jax.jit(lambda model: quantization.for_inference(model, "int8"))(maxlib.from_pretrained(source))
     quantization.save(low, tmp_path / "low", like=source)
     assert json.loads((tmp_path / "low" / "config.json").read_text())["eos_token_id"] == 7
     assert inference.stop_tokens(tmp_path / "low") == [7]
@@ -176,7 +177,7 @@ def test_answers_end_where_the_directory_says(capsys, directory):
 
 
 def test_a_chat_remembers(directory):
-    chat = inference.Chat.from_pretrained(directory, dtype=jnp.float32)
+    chat = inference.Chat.from_pretrained(directory)
     chat.stop_token_ids = []
     first = chat.send("w5", max_new_tokens=3)
     assert [m["content"] for m in chat.messages] == ["w5", first]
@@ -191,7 +192,7 @@ def test_a_chat_remembers(directory):
 
 
 def test_an_answer_ends_at_the_last_position_of_the_model(directory):
-    chat = inference.Chat.from_pretrained(directory, dtype=jnp.float32)
+    chat = inference.Chat.from_pretrained(directory)
     chat.stop_token_ids = []  # 64 positions, of which the prompts take 3 and 2
     assert len(chat.send("w5", max_new_tokens=512).split()) == 61
     assert len("".join(chat.complete("w5 w6", max_new_tokens=512)).split()) == 62
@@ -241,6 +242,7 @@ def test_new_trainer_is_a_copy_and_never_overwrites(capsys, tmp_path):
     assert main(["new-trainer", str(tmp_path / "mine"), "--from", "finetune"]) == 0
     compile(target.read_text(), str(target), "exec")
     assert "Finetune a Hugging Face model" in target.read_text()
+    assert main(["new-trainer", str(tmp_path / "run-0.1")]) == 0 and (tmp_path / "run-0.1.py").exists()
     assert main(["new-trainer", str(target)]) == 2
     assert "mine.py exists already and is kept: give another name" in capsys.readouterr().err
 

@@ -34,7 +34,9 @@ from maxlib import (
     training,
 )
 from maxlib.models import llama
+from tests import page_names
 from tests.data import test_megatron, test_webdataset
+from tests.nn.tiny import filled
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^|\n\n)((?: {4,}\S.*\n?)+)")
@@ -97,17 +99,17 @@ CONFIG = llama.Config(
 
 def trained() -> dict[str, Any]:
     """A small model, with and without an adapter, and what trains it."""
-    model = jax.jit(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0)))()
+    make = lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0))
     row = {"tokens": np.arange(8, dtype=np.int32), "targets": np.arange(1, 9, dtype=np.int32)}
     rows = grain.MapDataset.source([row] * 8).repeat()
     return {
         "batch": {name: jnp.stack([array] * 8) for name, array in row.items()},
         "cfg": CONFIG,
         "optimizer": training.adamw(1e-3),
-        "loader": data.Loader(lambda part: rows[part].to_iter_dataset(), batch_size=8),
-        "model": model,
+        "loader": data.Loader(lambda part: rows[part], batch_size=8),
+        "model": filled(make),
         "tokens": jnp.stack([row["tokens"]] * 8),
-        "tuned": adapters.add(model, adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1)),
+        "tuned": filled(lambda: adapters.add(make(), adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1))),
     }
 
 
@@ -145,13 +147,28 @@ def home(tmp_path_factory) -> dict[str, Any]:
     }
 
 
+# What these document compiles for long, and is called by tests of its own.
+SLOW = {
+    "Attention", "CrossAttention", "DiLoCo", "EmbeddingHead", "GatedResidual", "Generator", "HyperConnection", "LocalEngine",
+    "LogitBias", "MLA", "MoE", "Trainer", "awq", "capture", "compare_methods", "denoise", "for_inference",
+    "fused_linear_cross_entropy", "gptq", "init_sharded", "make_train_step", "rotate", "smoothquant", "use",
+}  # fmt: skip
+
+
 def parameters() -> list[Any]:
-    """Every example; those that calibrate a model take ten seconds each and are `full`."""
-    calibrators = {"gptq", "awq", "smoothquant", "rotate"}
+    """Every example."""
     return [
-        pytest.param(*example, id=".".join(example[:2]), marks=[pytest.mark.full] * (example[1] in calibrators))
+        pytest.param(*example, id=".".join(example[:2]), marks=[pytest.mark.full] * (example[1] in SLOW))
         for example in examples()
     ]
+
+
+def test_names_of_maxlib_exist():
+    """Also in those that run as `full`."""
+    rooms = [name for name, value in IMPORTED.items() if value.__name__ == f"maxlib.{name}"]
+    imports = f"import maxlib\nfrom maxlib import {', '.join(rooms)}\nfrom maxlib.models import llama"
+    wrong = {".".join(at): page_names.wrong_names([imports, textwrap.dedent(code)]) for *at, code in examples()}
+    assert len(rooms) > 5 and {name: lines for name, lines in wrong.items() if lines} == {}
 
 
 @pytest.mark.parametrize(("module", "name", "code"), parameters())

@@ -19,9 +19,10 @@ import maxlib
 from maxlib import adapters, observability, tokenization
 from maxlib.data import _sources
 from maxlib.weights import _hub
+from tests.models import parity
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = ["--steps", "6", "--batch", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
+SMALL = ["--steps", "6", "--batch-size", "4", "--length", "32", "--vocab", "300", "--layers", "2", "--dim", "64"]
 full = pytest.mark.full
 
 
@@ -82,6 +83,7 @@ def run(corpus, tmp_path_factory) -> tuple[Path, str]:
     return out, example("pretrain.py", corpus, "--out", out, *SMALL)
 
 
+@full  # by default pyright reads it, and tests/test_docs.py trains and writes text as it does
 def test_pretrain_goes_from_text_to_an_export(run):
     out, first = run
     assert "unigram entropy" in first and "A sample: " in first
@@ -95,13 +97,9 @@ def test_pretrain_resumes(corpus, tmp_path):
     assert final_loss(again) == final_loss(first) and "step 6" in again
 
 
+@full  # by default those of each family in tests/models open
 def test_export_opens_in_transformers(run):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    import jax.numpy as jnp
-    import numpy as np
-
-    import maxlib
-
     out, _ = run
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
@@ -109,7 +107,7 @@ def test_export_opens_in_transformers(run):
     assert ids[0, 0] == tokenizer.bos_token_id
     want = theirs(torch.tensor(ids)).logits.detach().numpy()
     ours = maxlib.from_pretrained(out / "model")
-    got = ours.logits(ours(jnp.asarray(ids, jnp.int32), dtype=jnp.float32).hidden)
+    got = parity.logits(ours, ids.astype(np.int32))
     np.testing.assert_allclose(got, want, atol=1e-4 * want.std())
 
 
@@ -118,7 +116,7 @@ def finetuned(request, corpus, run, tmp_path_factory) -> tuple[Path, str]:
     lines = [json.dumps({"body": path.read_text()}) for path in sorted(corpus.iterdir())]
     (jsonl := tmp_path_factory.mktemp("finetune") / "corpus.jsonl").write_text("\n".join(lines))
     out = jsonl.parent / "run"
-    options = ["--field", "body", "--out", out, "--steps", 6, "--batch", 4, "--microbatches", 2, "--length", 32]
+    options = ["--field", "body", "--out", out, "--steps", 6, "--batch-size", 4, "--microbatches", 2, "--length", 32]
     rate = ["--learning-rate", 3e-2 if request.param else 1e-2]
     return out, example("finetune.py", run[0] / "model", jsonl, *options, *rate, "--lora", request.param)
 
@@ -149,7 +147,7 @@ def tuned_on_images(tmp_path, *, pictures: int, dim: int, options: list) -> tupl
 
 @full  # by default tests/data/test_images.py has the loss and the gradient of chats with images
 def test_finetune_on_images(tmp_path):
-    options = ["--steps", 2, "--batch", 2, "--length", 128, "--patches", 256]
+    options = ["--steps", 2, "--batch-size", 2, "--length", 128, "--patches", 256]
     text, metrics = tuned_on_images(tmp_path, pictures=40, dim=32, options=options)
     assert metrics.keys() == {"", "images of other chats", "grey images"} and "A held-out chat: user" in text
     for name in ("config.json", "preprocessor_config.json", "chat_template.jinja", "generation_config.json"):
@@ -160,7 +158,7 @@ def test_finetune_on_images(tmp_path):
 @full
 def test_finetune_learns_to_look(tmp_path):
     """What the images say is learned, not only what answers look like: other images make answers wrong."""
-    options = ["--steps", 100, "--batch", 4, "--length", 256, "--patches", 640, "--learning-rate", 3e-3]
+    options = ["--steps", 100, "--batch-size", 4, "--length", 256, "--patches", 640, "--learning-rate", 3e-3]
     _, metrics = tuned_on_images(tmp_path, pictures=2000, dim=64, options=options)
     (nll, right), (other_nll, other_right) = metrics[""], metrics["images of other chats"]
     assert right > other_right + 10 and nll < 0.7 * other_nll
@@ -180,6 +178,7 @@ def test_chats_get_the_images_of_others():
     assert of(chat, {"messages": [answer]}) == chat
 
 
+@full  # by default that of the command `generate`
 def test_generate_writes_from_a_directory(run):
     text = example("generate.py", "Once there", "--model", run[0] / "model", "--tokens", 8, "--raw")
     assert "tokens/s" in text and len(text.partition("\n\n[")[0]) > 4
@@ -278,7 +277,7 @@ def preferences(tmp_path):
     ]
     lines[3]["rejected"] = lines[3]["chosen"]  # counted, and left out
     (path := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sizes = ["--steps", 6, "--batch", 4, "--microbatches", 2, "--length", 96, "--learning-rate", 1e-3]
+    sizes = ["--steps", 6, "--batch-size", 4, "--microbatches", 2, "--length", 96, "--learning-rate", 1e-3]
     return path, ["--out", tmp_path, *sizes]
 
 
@@ -328,7 +327,8 @@ def test_prefer_starts_from_an_adapter_only_to_train_another(hub, monkeypatch, c
 
 @full
 def test_distill_comes_nearer_to_the_teacher(corpus, run, tmp_path):
-    options = ["--out", tmp_path, "--layers", 1, "--steps", 8, "--batch", 4, "--length", 32, "--learning-rate", 1e-2]
+    sizes = ["--layers", 1, "--steps", 8, "--batch-size", 4, "--length", 32]
+    options = ["--out", tmp_path, *sizes, "--learning-rate", 1e-2]
     text = example("distill.py", run[0] / "model", corpus, *options)
     before, after = (float(re.search(rf"{word}: (\S+) nats", text)[1]) for word in ("before", "after"))
     assert after < before - 0.05

@@ -24,6 +24,7 @@ def test_a_layer_learns_in_flax(recipe):
     assert last < 0.05 < 3 < first
 
 
+@full
 def test_attention_with_plain_dictionaries_is_the_textbooks(recipe):
     assert recipe("attention_anywhere")() < 2e-6
 

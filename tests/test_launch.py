@@ -53,7 +53,7 @@ def test_sbatch_starts_the_example_and_requeues_what_fails(tmp_path):
     assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
     status, called = run_sbatch(tmp_path, 137, SLURM_RESTART_COUNT="4")
     assert status == 137 and called[1] == "scontrol requeue 7"
-    assert called[0].endswith("python examples/pretrain.py --out runs/pretrain --batch 96 --dim 768 --steps 5")
+    assert called[0].endswith("python examples/pretrain.py --out runs/pretrain --batch-size 96 --dim 768 --steps 5")
 
 
 @pytest.mark.parametrize(("status", "restarts"), [(0, "0"), (137, "5")])
@@ -179,7 +179,7 @@ def check_divides(pretrain, args: argparse.Namespace, devices: int) -> None:
     layout = sharding.Layout(mesh, sharding.FSDP)
     sharding.shardings(model, layout)
     rows = NamedSharding(mesh, layout.spec("batch", "seq"))
-    rows.shard_shape((args.batch, args.length))
+    rows.shard_shape((args.batch_size, args.length))
 
 
 def test_sbatch_trains_on_each_number_of_nodes(pretrain, tmp_path, monkeypatch):
@@ -210,10 +210,10 @@ def test_jobset_says_what_crosses_slices(pretrain, job, monkeypatch):
     ("option", "message"),
     [
         ("--dim=448", "'embed' .size 448. is not divisible"),
-        ("--batch=32", "partitioned 24 times, but the dimension size is 32"),
+        ("--batch-size=32", "partitioned 24 times, but the dimension size is 32"),
     ],
 )
 def test_sizes_that_three_nodes_do_not_divide_are_noticed(pretrain, option, message, monkeypatch):
-    args = parsed(pretrain, ["examples/pretrain.py", "--batch=96", "--dim=768", option], monkeypatch)
+    args = parsed(pretrain, ["examples/pretrain.py", "--batch-size=96", "--dim=768", option], monkeypatch)
     with pytest.raises(ValueError, match=message):
         check_divides(pretrain, args, 24)

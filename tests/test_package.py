@@ -69,12 +69,7 @@ def test_what_is_imported_is_declared_and_nothing_else():
 
 def imported() -> tuple[set[str], set[str]]:
     """The distributions that modules of maxlib import on their own import, and all that they ever import."""
-    names = {
-        "orbax": "orbax-checkpoint",
-        "absl": "absl-py",
-        "pil": "pillow",
-        "jla": "jax-linear-attention",
-    }
+    names = {"orbax": "orbax-checkpoint", "absl": "absl-py", "pil": "pillow", "jla": "jax-linear-attention"}
     at_once, used = set(), set()
     for path in (ROOT / "maxlib").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlib import inference, nn, plan, sharding
 from maxlib.checkpoint import Checkpointer
@@ -29,10 +30,8 @@ def hidden(model, tokens, **inputs):
 
 def test_the_layer_is_its_formula():
     """Against a loop in float64, row by row and token by token."""
-    layer, x = (
-        jax.jit(lambda: GatedRecurrence(DIM, rngs=nn_rngs()))(),
-        np.random.default_rng(0).normal(size=(2, 7, DIM)),
-    )
+    layer = filled(lambda: GatedRecurrence(DIM, rngs=nnx.Rngs(0)))
+    x = np.random.default_rng(0).normal(size=(2, 7, DIM))
     matrix = lambda einsum: np.asarray(einsum.w[...], np.float64)
     want, h = np.zeros_like(x), np.zeros((2, DIM))
     for t in range(7):
@@ -41,12 +40,6 @@ def test_the_layer_is_its_formula():
         want[:, t] = h @ matrix(layer.out).T
     got, _ = jax.jit(lambda layer, x: layer(x))(layer, jnp.asarray(x, jnp.float32))
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
-
-
-def nn_rngs():
-    from flax import nnx
-
-    return nnx.Rngs(3)
 
 
 def test_packed_documents_are_those_documents_alone():
@@ -117,9 +110,10 @@ def test_eight_devices_are_one(rules, degrees):
     """A sequence that devices share keeps its order, though attention alone would have it in zigzag."""
     rules, tokens = sharding.preset(rules), ids()
     mesh = sharding.make_mesh(**degrees)
-    want = hidden(hybrid(), tokens)
+    model = filled(hybrid)
+    want = hidden(model, tokens)
     layout = sharding.Layout(mesh, rules)
-    placed = sharding.init_sharded(hybrid, layout)
+    placed = jax.device_put(model, sharding.shardings(model, layout))
     with sharding.use(layout):
         got = jax.jit(lambda model, tokens: model(tokens, dtype=jnp.float32).hidden)(placed, tokens)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
@@ -127,7 +121,7 @@ def test_eight_devices_are_one(rules, degrees):
 
 def test_zigzag_order_is_refused():
     layout = sharding.Layout(sharding.make_mesh(context=8), sharding.CP_RING)
-    model = hybrid()
+    model = filled(hybrid)
     assert not model.layers.is_reorderable
 
     class Forced(Hybrid):
@@ -136,18 +130,15 @@ def test_zigzag_order_is_refused():
             return nn.decoder._context.zigzag_shard(x, ctx)
 
     model.__class__ = Forced
-    with (
-        sharding.use(layout),
-        pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must get them in"),
-    ):
+    with sharding.use(layout), pytest.raises(ValueError, match="zigzag order, but GatedRecurrence must get them in"):
         jax.eval_shape(lambda: model(ids()))
 
 
 def test_a_state_cannot_be_quantized():
     with pytest.raises(ValueError, match="GatedRecurrence cannot store a state in int8"):
-        hybrid().init_cache(2, 16, dtype=jnp.int8)
+        filled(hybrid).init_cache(2, 16, dtype=jnp.int8)
     with pytest.raises(ValueError, match="GatedRecurrence cannot store a state in int8"):
-        inference.Generator(hybrid(), cache_dtype=jnp.int8).generate([[1, 2]], max_new_tokens=2)
+        inference.Generator(filled(hybrid), cache_dtype=jnp.int8).generate([[1, 2]], max_new_tokens=2)
 
 
 def test_a_state_cannot_be_rewound():
@@ -158,14 +149,14 @@ def test_a_state_cannot_be_rewound():
         def draft(self, hidden, tokens, *, cache, valid=None):
             return hidden, cache
 
-    model = hybrid()
+    model = filled(hybrid)
     model.__class__ = Drafting
     with pytest.raises(ValueError, match="only keep a state .*State.* cannot be removed"):
         inference.LocalEngine(model, num_drafts=1, drafter="mtp")
 
 
 def test_caches_answer_for_themselves():
-    model = hybrid()
+    model = filled(hybrid)
     caches = [model.layers[i].init_cache(1, 8) for i in range(2)]
     assert [nn.cache.can_rewind(cache) for cache in caches] == [False, True]
     assert not nn.cache.can_rewind({"h": jnp.zeros(2)})  # nobody answers: not to be relied on
@@ -187,9 +178,9 @@ def test_plans_ask_the_layer():
 
 
 def test_implementations_are_chosen_by_op():
-    model = hybrid()
+    model = filled(hybrid)
     new = nn.mixer.with_implementation(model, "scan", op="recurrence")
     assert [new.layers[i].mixer.implementation for i in range(4)] == ["scan", None, "scan", None]
     assert nn.with_attention(model, "chunked").layers[1].mixer.implementation == "chunked"
     with pytest.raises(ValueError, match="no layer .* whose op is 'attention'"):
-        nn.with_attention(hybrid(attention=False), "chunked")
+        nn.with_attention(filled(lambda: hybrid(attention=False)), "chunked")

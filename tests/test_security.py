@@ -87,7 +87,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import maxlib
 from maxlib import ops, tokenization
-from tests.training import tiny
+from tests.nn.tiny import filled_llama
 RUNS = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "shutil.unpack")
 events = []
 RENDERER = [sys.executable, "-P", Path(tokenization.__file__).with_name("_renderer.py")]
@@ -96,7 +96,7 @@ def record(event, args):
         events.append((event, repr(args)))
 sys.addaudithook(record)
 directory = Path(sys.argv[1])
-maxlib.save_pretrained(tiny.llama(rope=ops.Rope(12, max_length=64)), directory)
+maxlib.save_pretrained(filled_llama(num_layers=1, rope=ops.Rope(12, max_length=64)), directory)
 config = json.loads((directory / "config.json").read_text())
 names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}
 (directory / "config.json").write_text(json.dumps(config | {"auto_map": names}))
@@ -129,12 +129,12 @@ class Tags(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.found: list[str] = []
+        self.active: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        active = [name for name, value in attrs if name.startswith("on") or "javascript:" in (value or "")]
-        if tag in ("script", "iframe", "object", "img", "a", "form", "b1") or active:
-            self.found.append(f"{tag} {active}")
+        handlers = [name for name, value in attrs if name.startswith("on") or "javascript:" in (value or "")]
+        if tag in ("script", "iframe", "object", "img", "a", "form", "b1") or handlers:
+            self.active.append(f"{tag} {handlers}")
 
 
 @pytest.mark.parametrize("num_runs", [1, 2])
@@ -150,5 +150,5 @@ def test_a_report_escapes_what_comes_from_data(tmp_path, num_runs):
     page = observability.report(*runs, out=tmp_path / "page.html").read_text()
     tags = Tags()
     tags.feed(page)
-    assert tags.found == []
+    assert tags.active == []
     assert "&lt;script&gt;alert(1)" in page

@@ -12,7 +12,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = args.name.with_suffix(".py")
+    target = args.name if args.name.suffix == ".py" else args.name.with_name(f"{args.name.name}.py")
     text = example(args.example).read_text()
     if target.exists():
         raise FileExistsError(f"{target} exists already and is kept: give another name, or remove it")

@@ -177,7 +177,8 @@ def _lora(words: list[str]) -> "adapters.LoRA":
     parts = [word.partition("=") for word in ",".join(words).split(",") if word]
     settings = {name: value for name, _, value in parts}
     try:
-        if settings.keys() - {"rank", "alpha", "dora", "rslora"}:
+        flags = {name: settings.get(name) for name in ("dora", "rslora")}
+        if settings.keys() - {"rank", "alpha", *flags} or any(flags.values()):
             raise ValueError
         rank = int(settings["rank"])
         alpha = float(settings.get("alpha", 2 * rank))

@@ -8,6 +8,8 @@ from typing import Any
 
 import grain
 
+from maxlib.data._documents import is_of_system
+
 
 class SkipBadRecords:
     """Filter that skips bad documents, and stops the run when there are more than `limit` of them.
@@ -17,7 +19,7 @@ class SkipBadRecords:
         shuffled = documents.shuffle(seed=0).repeat()
         Loader(lambda part: pack(shuffled[part], length=512), batch_size=8, bad_records=bad_records)
 
-    Missing files and failing disks are not bad records: their errors are raised.
+    Missing files of a source and failing disks are not bad records: their errors are raised.
 
     Args:
         limit: Largest number of bad documents.
@@ -106,8 +108,8 @@ class _Guarded(grain.MapDataset):
             return self.slice(index)
         try:
             return self._parent[index]
-        except OSError:
-            raise
         except Exception as error:
+            if is_of_system(error):
+                raise
             self._bad_records.add(self._name, index % len(self), error)
             return None

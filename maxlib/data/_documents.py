@@ -74,9 +74,35 @@ def _loss_weights(document: Document, size: int) -> Float32[np.ndarray, " n"]:
     return weights.astype(np.float32)
 
 
+def is_of_system(error: Exception) -> bool:
+    """Returns True for a missing file or a failing disk; an error of Pillow's about a damaged image has no number."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def is_hf_dataset(table: Any) -> bool:
+    """Returns True for a table of Hugging Face's `datasets`."""
+    return hasattr(table, "features")
+
+
+def without_nothing(value: Any) -> Any:
+    """Returns what a table stores without the fields that are None: each object has the fields of all others."""
+    if isinstance(value, Mapping):
+        return {name: without_nothing(x) for name, x in value.items() if x is not None}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping | list):  # not of tokens
+        return [without_nothing(x) for x in value]
+    return value
+
+
 def is_weight(weight: Any) -> bool:
     """Returns True for a number that is finite and not negative."""
     return isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0
+
+
+def text_of(document: Document) -> str:
+    """Returns the text of a document. Raises ValueError for one without."""
+    if "text" not in document:
+        raise ValueError(f"To be tokenized, documents need 'text', got {sorted(document)}.")
+    return document["text"]
 
 
 def is_messages(value: Any) -> bool:
@@ -112,4 +138,7 @@ def _named(index: int, document: Document, *, function: Callable[[Document, int]
         return function(document, index)
     except Exception as error:  # jinja raises many kinds
         record = document.get("record", f"{name} {index % count}")
+        if is_of_system(error) and not isinstance(error, FileNotFoundError):  # which the record names
+            error.add_note(f"While reading {record}.")
+            raise
         raise ValueError(f"{record}: {type(error).__name__}: {error}") from error

@@ -7,7 +7,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from maxlib.data._documents import Document
+from maxlib.data._documents import Document, text_of
 from maxlib.data._tokenize import Encodes, backend, check_not_truncated, end_ids, with_tokens
 
 # Names of the tokens before the prefix, the suffix and the middle: StarCoder, Qwen-Coder, DeepSeek-Coder, Code Llama.
@@ -17,6 +17,7 @@ FIM_TOKENS = (
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
 )
+_SIGN = "\u263a"  # a character that is in no word
 
 
 def fill_in_the_middle(
@@ -61,8 +62,16 @@ def fill_in_the_middle(
             raise ValueError(f"{name} must be between 0 and 1, got {value}.")
     check_not_truncated(backend(tokenizer))
     ends, marks = end_ids(bos_id, eos_id), _marks(tokenizer, tokens)
+    prepends = backend(tokenizer).encode(_SIGN, add_special_tokens=False).tokens[0].startswith("\u2581")
     rearranged = partial(
-        _rearranged, tokenizer=tokenizer, rate=rate, spm_rate=spm_rate, marks=marks, ends=ends, seed=seed
+        _rearranged,
+        tokenizer=tokenizer,
+        rate=rate,
+        spm_rate=spm_rate,
+        marks=marks,
+        prepends=prepends,
+        ends=ends,
+        seed=seed,
     )
     return documents.map_with_index(rearranged)
 
@@ -90,14 +99,20 @@ def _rearranged(
     rate: float,
     spm_rate: float,
     marks: tuple[int, int, int],
+    prepends: bool,
     ends: tuple[list[int], list[int]],
     seed: int,
 ) -> Document:
-    text, random = document["text"], np.random.default_rng((seed, index))
+    text, random = text_of(document), np.random.default_rng((seed, index))
 
     def ids(piece: str) -> list[int]:
         encoded = tokenizer.encode(piece, add_special_tokens=False)
         return list(getattr(encoded, "ids", encoded))
+
+    def inside(piece: str) -> list[int]:
+        """Encodes a piece within a text, without the space that SentencePiece writes before a text."""
+        sign, signed = ids(_SIGN), ids(_SIGN + piece)
+        return signed[len(sign) :] if prepends and signed[: len(sign)] == sign else ids(piece)
 
     before_prefix, before_suffix, before_middle = marks
     if random.random() >= rate:
@@ -106,9 +121,9 @@ def _rearranged(
         first, second = sorted(random.integers(0, len(text) + 1, 2).tolist())
         prefix, middle, suffix = text[:first], text[first:second], text[second:]
         if random.random() < spm_rate:
-            made = [before_prefix, before_suffix, *ids(suffix), before_middle, *ids(prefix + middle)]
+            made = [before_prefix, before_suffix, *inside(suffix), before_middle, *ids(prefix + middle)]
         else:
-            made = [before_prefix, *ids(prefix), before_suffix, *ids(suffix), before_middle, *ids(middle)]
+            made = [before_prefix, *ids(prefix), before_suffix, *inside(suffix), before_middle, *inside(middle)]
     if not made:
         raise ValueError(f"The tokenizer made no tokens from the document {text[:80]!r}: remove it.")
     begin, end = ends

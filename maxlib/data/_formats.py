@@ -12,11 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import grain
 
-from maxlib.data._documents import Document, token_ids, with_content
+from maxlib.data._documents import Document, is_hf_dataset, token_ids, with_content, without_nothing
 from maxlib.data._reader import FromIterators
 from maxlib.data._sources import Piece, array_record, jsonl, text_files
 from maxlib.data._storage import File, Paths, RemoteFile, find_files
-from maxlib.data._streams import Stream
+from maxlib.data._streams import Stream, check_epoch
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ def files(paths: Paths, *, field: str = "text", document: Piece = "file") -> gra
     """
     by_ending: dict[str, list[File]] = {}
     for path in find_files(paths):
-        ending = path.suffix if path.suffix in _FORMATS else ""
+        ending = path.suffix.lower() if path.suffix.lower() in _FORMATS else ""
         by_ending.setdefault(ending, []).append(path)
     sources = []
     for ending, group in by_ending.items():
@@ -109,9 +109,10 @@ class _StreamIterator(grain.DatasetIterator):
             for record in self._reading:
                 self._count += 1
                 if (self._count - 1) % self._every == self._first:
-                    return _as_fields(record, self._field, f"record {self._count - 1} of epoch {self._epoch}")
-            if self._count == 0:
-                raise ValueError("The stream has no records.")
+                    at = f"record {self._count - 1} of epoch {self._epoch}"
+                    return _as_fields(without_nothing(record), self._field, at)
+            ends = self._epochs is not None and self._epoch + 1 >= self._epochs
+            check_epoch(self._count, slice(self._first, None, self._every), ends, "The stream")
             self._begin(self._epoch + 1)
         raise StopIteration
 
@@ -140,7 +141,9 @@ class _Records:
         return len(self._table)
 
     def __getitem__(self, index: Any) -> Document:
-        return _as_fields(self._table[int(index)], self._field, f"record {index}")
+        record = self._table[int(index)]
+        record = without_nothing(record) if is_hf_dataset(self._table) else record
+        return _as_fields(record, self._field, f"record {index}")
 
 
 _BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")  # variables of chat templates
@@ -182,7 +185,7 @@ class _Parquet:
         at = f"{self._paths[file]}: row group {number}, row {row}"
         with _naming(at):
             record = {name: column[row].as_py() for name, column in self._columns(group).items()}
-        return _as_fields(record, self._field, at)
+        return _as_fields(without_nothing(record), self._field, at)
 
     def _columns(self, group: int) -> dict[str, Any]:
         """Returns the columns of a row group: the field, and what belongs to messages."""

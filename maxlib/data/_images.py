@@ -161,20 +161,22 @@ class ImageProcessor:
 
 
 def open_image(image: Any) -> Any:
-    """Returns a file, an image of Pillow or an array `H W 3` of bytes as an image of Pillow in RGB."""
+    """Returns a file, an image of Pillow or an array `H W 3` of bytes as an image of Pillow in RGB, upright as its
+    metadata say.
+    """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError("reading images needs Pillow: pip install 'maxlib[images]'") from error
 
     if isinstance(image, str | os.PathLike):
         with Image.open(image) as file:
-            return file.convert("RGB")
+            return ImageOps.exif_transpose(file).convert("RGB")
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise ValueError(f"an array must be `H W 3` of uint8, got {image.shape} of {image.dtype}")
         image = Image.fromarray(image)
-    return image.convert("RGB")
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def resize(image: Any, height: int, width: int) -> Any:

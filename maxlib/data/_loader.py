@@ -16,7 +16,7 @@ from jaxtyping import Bool
 
 from maxlib._utils.text import ranges
 from maxlib.data._bad_records import SkipBadRecords
-from maxlib.data._reader import Reader, stop_readers, total
+from maxlib.data._reader import Reader, in_order, stop_readers, total
 
 State = dict[str, Any]
 Batch = dict[str, Any]  # arrays with rows first, in dictionaries of any depth and other pytrees
@@ -43,7 +43,8 @@ class Loader:
     the threads are asked to stop, never killed.
 
     Args:
-        rows_of_shard: From a shard's slice to its rows.
+        rows_of_shard: From a shard's slice to its rows. Those of a `grain.MapDataset`, such as `pad` returns, are read
+            in order in the shard's thread.
         batch_size: Rows of the global batch.
         num_shards: Fixed for a run; by default the greatest common divisor of `batch_size` and 8.
         num_batches: Number of batches after which iteration ends; None continues to the end of the data.
@@ -60,7 +61,7 @@ class Loader:
 
     def __init__(
         self,
-        rows_of_shard: Callable[[slice], grain.IterDataset],
+        rows_of_shard: Callable[[slice], grain.IterDataset | grain.MapDataset],
         *,
         batch_size: int,
         num_shards: int | None = None,
@@ -230,7 +231,7 @@ class Loader:
 
     def _shard_batches(self, shard: int) -> Callable[[], grain.IterDataset]:
         rows, part, size = self._rows_of_shard, slice(shard, None, self.num_shards), self._batch_size // self.num_shards
-        return lambda: rows(part).batch(size, drop_remainder=False)
+        return lambda: in_order(rows(part)).batch(size, drop_remainder=False)
 
     def _check_end(self) -> None:
         """Ends the iteration when every shard of this host is exhausted; otherwise exhausted shards return padding."""

@@ -47,7 +47,7 @@ def megatron_samples(
     of `BlendedDataset` for several prefixes, of megatron-core 0.16.
 
         samples = megatron_samples("corpus_text_document", length=4096, num_samples=1000 * 256)
-        loader = Loader(lambda part: samples[part].to_iter_dataset(), batch_size=256)
+        loader = Loader(lambda part: samples[part], batch_size=256)
 
     Each batch of the loader has Megatron's samples; with `num_shards=1` its rows are in the same order too.
 

@@ -12,7 +12,7 @@ import grain
 
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, is_weight
-from maxlib.data._reader import CountingIterator, FromIterators, check_same
+from maxlib.data._reader import CountingIterator, FromIterators, check_same, in_order
 
 Weights = Mapping[str, float]
 
@@ -91,7 +91,6 @@ class Mixture:
                 "epochs=1",
                 stacklevel=2,
             )
-        self._lengths = {name: _length(source) for name, source in sources.items()}
 
     def __getitem__(self, part: slice) -> grain.IterDataset[Document]:
         """Reads the documents of one of the loader's shards."""
@@ -102,14 +101,7 @@ class Mixture:
 
     def open(self, part: slice) -> list[grain.DatasetIterator]:
         """Opens an iterator over this part of every source."""
-        readers = []
-        for name, source in self._sources.items():
-            documents = source[part]
-            if isinstance(documents, grain.MapDataset):
-                readers.append(_Reading(documents, patience=20 * self._lengths[name]))
-            else:
-                readers.append(iter(documents))
-        return readers
+        return [iter(in_order(source[part])) for source in self._sources.values()]
 
     def weights_at(self, tokens: int) -> tuple[float, ...]:
         """Returns the weights after all shards have returned `tokens` tokens."""
@@ -218,32 +210,6 @@ class _MixedIterator(CountingIterator):
         self._tokens += len(document["tokens"])
         self.counts[f"tokens/{name}"] += len(document["tokens"])
         self.counts[f"documents/{name}"] += 1
-
-
-class _Reading(grain.DatasetIterator):
-    """Reads a dataset in order; its state is the next index. Raises after `patience` indices without a document."""
-
-    def __init__(self, dataset: grain.MapDataset, *, patience: int):
-        super().__init__()
-        self._dataset, self._next, self._patience = dataset, 0, patience
-
-    def __next__(self) -> Document:
-        for _ in range(self._patience + 1):
-            if self._next >= len(self._dataset):
-                raise StopIteration
-            document = self._dataset[self._next]
-            self._next += 1
-            if document is not None:
-                return document
-        raise ValueError(
-            f"No document in {self._patience} reads: this part of the source is empty, or all of it is filtered out."
-        )
-
-    def get_state(self) -> dict[str, Any]:
-        return {"next": self._next}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._next = state["next"]
 
 
 def _seed_of(name: str, seed: int) -> int:

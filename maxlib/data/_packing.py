@@ -10,15 +10,13 @@ import numpy as np
 from grain.experimental import (
     BestFitPackIterDataset,
     ConcatThenSplitIterDataset,
-    DatasetOptions,
     FirstFitPackIterDataset,
-    WithOptionsIterDataset,
 )
 
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
 from maxlib.data._padding import Room, fits, has_media, misfit
-from maxlib.data._reader import CountingIterator, FromIterators, check_same
+from maxlib.data._reader import CountingIterator, FromIterators, check_patience, check_same, in_order, patience
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -99,10 +97,12 @@ def pack(
             "documents with images or audio cannot be split: pack them with strategy='first_fit' or 'best_fit', not "
             f"{strategy!r}."
         )
-    ordered, rows = _in_order(documents), {"length": length, "strategy": strategy, "bins": bins if cut else None}
+    ordered, rows = in_order(documents), {"length": length, "strategy": strategy, "bins": bins if cut else None}
 
     def open_pieces() -> grain.DatasetIterator:
-        return _PiecesIterator(iter(ordered), rows, overlong, room, cut=cut, weighted=loss_weights)
+        return _PiecesIterator(
+            iter(ordered), rows, overlong, room, cut=cut, weighted=loss_weights, patience=patience(documents)
+        )
 
     pieces = FromIterators(open_pieces)
     if not cut:
@@ -131,18 +131,23 @@ class _PiecesIterator(CountingIterator):
         *,
         cut: bool,
         weighted: bool,
+        patience: int,
     ):
         super().__init__(parent)
         self._rows, self._length = rows, rows["length"]
         self._room, self._cut, self._weighted = room, cut, weighted
         self._overlong: Policies = overlong
+        self._patience = patience
         self._pieces: list[Row] = []
         self._returned, self._before = 0, (parent.get_state(), Counter(self.counts))
 
     def __next__(self) -> Row:
+        left_out = 0
         while self._returned >= len(self._pieces):
+            check_patience(left_out, self._patience)
             self._before = self._position()
             self._pieces, self._returned = self._of(next(self._parent)), 0
+            left_out += 1
         self._returned += 1
         return self._pieces[self._returned - 1]
 
@@ -233,15 +238,6 @@ def _numbered(document: Document, *, names: tuple[str, ...]) -> Document:
             "read it from a data.Mixture, or add its name"
         )
     return document | {SOURCE_NUMBER: names.index(document["source"])}
-
-
-def _in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
-    """Reads in the calling thread, because a hanging read in a pool's thread would keep the process from ending."""
-    if isinstance(documents, grain.IterDataset):
-        return documents
-    read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    # `split` filters most documents out on purpose.
-    return WithOptionsIterDataset(documents.to_iter_dataset(read), DatasetOptions(filter_warn_threshold_ratio=None))
 
 
 def _as_row(packed: Row) -> Row:

@@ -9,6 +9,7 @@ import numpy as np
 
 from maxlib._utils.arguments import check_choice
 from maxlib.data._documents import Document, Row, tokens_and_targets
+from maxlib.data._reader import check_patience, patience
 
 if TYPE_CHECKING:
     from maxlib.nn.audio import Clips
@@ -30,8 +31,8 @@ def pad(
     length.
 
     With `images` rows also have `"images"`, the `nn.vision.Patches` of their document, with `audio` its
-    `nn.audio.Clips`. `loss_weights` of a document are padded with 0. Other numpy arrays and numbers are kept, such as
-    `desirable` of `kto_examples`; other values, such as messages, are dropped.
+    `nn.audio.Clips`. `loss_weights` of a document are padded with 0. Other arrays and numbers of numpy are kept,
+    such as `desirable` of `kto_examples`; other values, such as messages and Python's numbers, are dropped.
 
     Args:
         documents: Such as those of `tokenize_chats`, or pairs of them in a dictionary.
@@ -48,7 +49,7 @@ def pad(
     check_choice("overlong", overlong, get_args(Overlong))
     room = Room(images, audio)
     if overlong == "drop":
-        documents = documents.filter(lambda document: _fits(document, length, room))
+        documents = documents.filter(_Fits(length, room, patience(documents)))
     return documents.map(lambda document: _padded(document, length, overlong, room))
 
 
@@ -93,6 +94,19 @@ def _padded(document: Document, length: int, overlong: Overlong, room: "Room") -
     row["segment_ids"] = (np.arange(length) < size).astype(np.int32)
     columns = room.columns(document)
     return room.fill(row, columns | {name: [columns[name]] for name in room.uncounted})
+
+
+class _Fits:
+    """Predicate of documents that fit a row. Raises ValueError after so many in succession that do not."""
+
+    def __init__(self, length: int, room: "Room", patience: int):
+        self._length, self._room, self._patience, self._dropped = length, room, patience, 0
+
+    def __call__(self, document: Document) -> bool:
+        fits = _fits(document, self._length, self._room)
+        self._dropped = 0 if fits else self._dropped + 1  # of several threads, which may miss a few
+        check_patience(self._dropped, self._patience)
+        return fits
 
 
 def _fits(document: Document, length: int, room: "Room") -> bool:

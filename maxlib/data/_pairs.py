@@ -2,14 +2,14 @@
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
 from maxlib.data._audio import AudioProcessor
-from maxlib.data._documents import Document, Row, is_messages, map_named
+from maxlib.data._documents import Document, Row, is_hf_dataset, is_messages, map_named, without_nothing
 from maxlib.data._images import ImageProcessor
 from maxlib.data._tokenize import warn_of_endless_turns, with_targets
 from maxlib.tokenization import ChatTemplate
@@ -48,7 +48,9 @@ def pairs(
             processor; `data.SkipBadRecords` skips such documents.
     """
     warn_of_endless_turns(template)
-    return _mapped(documents, lambda document, _: _pair(document, tokenizer, template, images, audio))
+    return map_named(
+        _dataset(documents), lambda document, _: _pair(document, tokenizer, template, images, audio), "document"
+    )
 
 
 def kto_examples(
@@ -78,19 +80,20 @@ def kto_examples(
         ValueError: when reading a document whose next 100 documents have the same prompt: shuffle the documents.
     """
     warn_of_endless_turns(template)
+    dataset = _dataset(documents)
 
     def example(document: Document, index: int) -> Row:
         messages = document["messages"]
-        mismatched = [*messages[:-1], _answer_to_another(documents, index, messages[:-1])]
+        mismatched = [*messages[:-1], _answer_to_another(dataset, index, messages[:-1])]
         row = _answered(document, messages, tokenizer, template, images, audio)
         row["desirable"] = _truth(document["desirable"])
         row["mismatched"] = _answered(document, mismatched, tokenizer, template, images, audio)
         return row
 
-    return _mapped(documents, example)
+    return map_named(dataset, example, "document")
 
 
-def _answer_to_another(documents: Documents, index: int, prompt: Sequence[Any]) -> Any:
+def _answer_to_another(documents: grain.MapDataset, index: int, prompt: Sequence[Any]) -> Any:
     """Returns the last message of the next document after `index` whose prompt differs."""
     for ahead in range(1, min(len(documents), LOOK_AHEAD + 1)):
         other = documents[(index + ahead) % len(documents)]
@@ -109,10 +112,12 @@ def _truth(desirable: Any) -> np.bool_:
     return np.bool_(desirable)
 
 
-def _mapped(documents: Documents, function: Callable[[Document, int], Row]) -> grain.MapDataset[Any]:
-    """Applies `function` to documents and their indices."""
-    documents = documents if isinstance(documents, grain.MapDataset) else grain.MapDataset.source(documents)
-    return map_named(documents, function, "document")
+def _dataset(documents: Documents) -> grain.MapDataset[Document]:
+    """Returns documents of any kind as a dataset."""
+    if isinstance(documents, grain.MapDataset):
+        return documents
+    dataset = grain.MapDataset.source(documents)
+    return dataset.map(without_nothing) if is_hf_dataset(documents) else dataset
 
 
 def _answered(

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from maxlib._utils.files import read_json_object, write_atomically
 from maxlib.data._bad_records import SkipBadRecords
-from maxlib.data._documents import Document, token_ids
+from maxlib.data._documents import Document, text_of, token_ids
 from maxlib.data._sources import ArrayRecords
 from maxlib.data._storage import as_file, exists, local_copy, size_of
 from maxlib.data._tokenize import check_not_truncated, end_ids
@@ -83,7 +83,7 @@ def write_tokens(
     job = _job(documents, tokenizer, bos_id, eos_id, documents_per_file, description)
     _check_job(directory, job)
     skipped = SkipBadRecords(limit=bad_records, path=directory / BAD)
-    texts = skipped.guard(documents.map(_text))
+    texts = skipped.guard(documents.map(text_of))
     files, total = [], Counts()
     for number, first in enumerate(range(0, len(documents), documents_per_file)):
         path = directory / f"tokens-{number:05}.array_record"
@@ -240,12 +240,6 @@ def _texts(documents: grain.MapDataset, indices: range, batch: int) -> Iterator[
     for first in indices[::batch]:
         read = (documents[i] for i in range(first, min(first + batch, indices.stop)))
         yield [text for text in read if text is not None]
-
-
-def _text(document: Document) -> str:
-    if "text" not in document:
-        raise ValueError(f"To pretokenize documents, they need 'text', got {sorted(document)}.")
-    return document["text"]
 
 
 def _records(batches: Iterator[list[str]], tokenizer: Tokenizer, job: dict) -> Iterator[tuple[list[str], list[bytes]]]:

@@ -1,6 +1,7 @@
 """Threads that read the batches of one shard ahead with their states and counts, and end with the program."""
 
 import atexit
+import functools
 import queue
 import sys
 import threading
@@ -25,6 +26,72 @@ class FromIterators(grain.IterDataset):
 
     def __iter__(self) -> grain.DatasetIterator:
         return self._make()
+
+
+_STREAM_PATIENCE = 100_000  # documents of a stream, whose number is not known
+
+
+def patience(documents: Any) -> int:
+    """Returns after how many documents in succession that are all left out the data counts as empty: three epochs."""
+    return max(1, 3 * epoch_of(documents)) if isinstance(documents, grain.MapDataset) else _STREAM_PATIENCE
+
+
+def epoch_of(documents: grain.MapDataset) -> int:
+    """Returns the number of documents of an epoch."""
+    return _before_repeat(documents) or len(documents)
+
+
+def _before_repeat(documents: Any) -> int:
+    """Returns the length of what a dataset repeats; 0 if it repeats nothing."""
+    if "Repeat" in type(documents).__name__:
+        return max(map(epoch_of, documents.parents))
+    return max(map(_before_repeat, documents.parents), default=0)
+
+
+def check_patience(left_out: int, patience: int) -> None:
+    """Raises ValueError when so many documents in succession were left out."""
+    if left_out >= patience:
+        raise ValueError(
+            f"No document in {left_out} reads: this part of the data is empty, or all of it is filtered out or dropped, "
+            "such as documents that are longer than a row."
+        )
+
+
+class InOrder(grain.DatasetIterator):
+    """Reads a dataset in order, in the calling thread, because a hanging read in a pool's thread would keep the process
+    from ending. Its state is the next index, as that of grain's iterators, and the number of documents of an epoch,
+    because shuffled documents lie elsewhere among others.
+    """
+
+    def __init__(self, documents: grain.MapDataset):
+        super().__init__()
+        self._documents, self._next, self._patience = documents, 0, patience(documents)
+        self._epoch = epoch_of(documents)
+
+    def __next__(self) -> Any:
+        left_out = 0
+        while self._next < len(self._documents):
+            document = self._documents[self._next]
+            self._next += 1
+            if document is not None:
+                return document
+            left_out += 1
+            check_patience(left_out, self._patience)
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next_index": self._next, "documents": self._epoch}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        check_number(state, self._epoch)
+        self._next = state["next_index"] if "next_index" in state else state["next"]  # of earlier mixtures
+
+
+def in_order(documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
+    """Returns documents that are read in order."""
+    if isinstance(documents, grain.IterDataset):
+        return documents
+    return FromIterators(functools.partial(InOrder, documents))
 
 
 class CountingIterator(grain.DatasetIterator):
@@ -73,6 +140,11 @@ def check_same(before: Any, here: Any, what: str) -> None:
             f"The data state is a place in {what} {before}, but here it is {here}: some documents would come again and "
             "others never. Keep what the run began with, or start another run in a new directory."
         )
+
+
+def check_number(state: dict[str, Any], documents: int) -> None:
+    """Raises ValueError for a state among another number of documents."""
+    check_same(state.get("documents", documents), documents, "a source whose number of documents or files is")
 
 
 class Reader:

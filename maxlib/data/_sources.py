@@ -212,10 +212,15 @@ def _mark(data: bytes) -> int:
 _PIECES = {"file": _files, "line": _lines, "paragraph": _paragraphs}
 
 
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, Zstandard
+
+
 def _as_text(data: bytes, *, path: Any, start: int) -> Document:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
+        if start == 0 and data.startswith(_COMPRESSED):
+            raise ValueError(f"{path}: byte {start}: this file is compressed: unpack it first.") from error
         at = start + error.start
         bad = f"0x{data[error.start]:02x} ({error.reason})"
         raise ValueError(f"{path}: byte {at}: text must be UTF-8, got {bad}. Convert the file to UTF-8.") from error

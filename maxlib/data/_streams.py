@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from maxlib.data._documents import Document, token_ids
-from maxlib.data._reader import FromIterators, check_same
+from maxlib.data._reader import FromIterators, check_number, check_same
 from maxlib.data._storage import File, Paths, find_files
 
 _NAMES = {"txt": "text", "npy": "tokens"} | dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image")
@@ -41,6 +41,15 @@ class Stream:
         for transform in self._transforms:
             dataset = dataset.map(transform)
         return dataset
+
+
+def check_epoch(count: int, kept: slice, ends: bool, source: Any) -> None:
+    """Raises ValueError after an epoch of no records, or, unless the data `ends`, of none that a shard keeps."""
+    if count <= (0 if ends else kept.start):
+        raise ValueError(
+            f"{source} has {count} records, of which this shard of the loader reads none (every {kept.step}th, from number "
+            f"{kept.start}): use fewer shards, num_shards=."
+        )
 
 
 class WebDataset(Stream):
@@ -84,6 +93,11 @@ class WebDataset(Stream):
         chosen = order[first::every] if by_file else order
         return [self._files[i] for i in chosen], slice(0, None, 1) if by_file else slice(first, None, every)
 
+    @property
+    def num_files(self) -> int:
+        """The number of files."""
+        return len(self._files)
+
     def is_over(self, epoch: int) -> bool:
         """Returns True after the last epoch."""
         return self._epochs is not None and epoch >= self._epochs
@@ -103,8 +117,7 @@ class _TarIterator(grain.DatasetIterator):
     def __next__(self) -> Document:
         while not self._source.is_over(self._epoch):
             if self._number == len(self._files):
-                if self._count == 0:
-                    raise ValueError(f"The files {list(map(str, self._files))} have no sample.")
+                check_epoch(self._count, self._kept, self._source.is_over(self._epoch + 1), list(map(str, self._files)))
                 self.set_state({"epoch": self._epoch + 1, "file": 0, "offset": 0, "count": 0})
                 continue
             if self._reader is None:
@@ -120,9 +133,10 @@ class _TarIterator(grain.DatasetIterator):
 
     def get_state(self) -> State:
         place = {"epoch": self._epoch, "file": self._number, "offset": self._offset, "count": self._count}
-        return place | {"seed": self._source.seed}
+        return place | {"seed": self._source.seed, "documents": self._source.num_files}
 
     def set_state(self, state: State) -> None:
+        check_number(state, self._source.num_files)
         check_same(state.get("seed", self._source.seed), self._source.seed, "files shuffled with the seed")
         self._epoch, self._count = state["epoch"], state["count"]
         self._files, self._kept = self._source.files_of(self._part_of, self._epoch)

@@ -1,5 +1,6 @@
 """Tokenizes text, and chats, with targets on the turns to learn."""
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ import grain
 import numpy as np
 
 from maxlib.data._audio import AudioProcessor
-from maxlib.data._documents import Document, is_messages, is_weight, map_named, token_ids
+from maxlib.data._documents import Document, is_messages, is_weight, map_named, text_of, token_ids
 from maxlib.data._images import ImageProcessor, expand, find_parts
 from maxlib.data._streams import Stream
 from maxlib.data._videos import VideoProcessor
@@ -84,10 +85,11 @@ def with_tokens(document: Document, made: Document) -> Document:
 
 
 def _tokenized(document: Document, *, tokenizer: Encodes, begin: list[int], end: list[int]) -> Document:
-    encoded = tokenizer.encode(document["text"], add_special_tokens=False)
+    text = text_of(document)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
     ids = list(getattr(encoded, "ids", encoded))
     if not ids:
-        raise ValueError(f"The tokenizer made no tokens from the document {document['text'][:80]!r}: remove it.")
+        raise ValueError(f"The tokenizer made no tokens from the document {text[:80]!r}: remove it.")
     return with_tokens(document, {"tokens": np.array([*begin, *ids, *end], np.int32)})
 
 
@@ -106,7 +108,7 @@ def tokenize_chats(
 
     A turn is the text that the template marks with `{% generation %}`. If it marks nothing, a turn is the text after
     its prompt, up to and including its end-of-turn token. The template writes all special tokens, and gets the
-    `"tools"` and `"documents"` of a document, and what its `"chat_template_kwargs"` name.
+    `"tools"` (a list, or JSON of one) and `"documents"` of a document, and what its `"chat_template_kwargs"` name.
 
     With `images`, a message's content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image",
     "image": ...}`. Every document gets `"images"`, the `nn.vision.Patches` of all its images; the template's
@@ -169,6 +171,8 @@ def with_targets(
     if not turn_weights and any(weight != 1 for weight in weights):
         raise ValueError(f"messages have the weights {weights}: give turn_weights=True, or remove them")
     variables = {name: document[name] for name in ("tools", "documents") if name in document}
+    if isinstance(variables.get("tools"), str):  # as TRL's data sets store objects of different fields
+        variables["tools"] = json.loads(variables["tools"])
     variables |= document.get("chat_template_kwargs") or {}
     text, spans = _rendered(template, messages, chosen, variables)
     films, text, spans = _with_times(document, tokenizer, text, spans, videos)

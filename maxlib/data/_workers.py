@@ -7,7 +7,7 @@ import grain
 
 from maxlib.data._bad_records import is_guarded
 from maxlib.data._documents import Document
-from maxlib.data._reader import FromIterators
+from maxlib.data._reader import FromIterators, check_number, check_patience, epoch_of, patience
 
 
 def in_workers(
@@ -45,20 +45,24 @@ class _WorkersIterator(grain.DatasetIterator):
     def __init__(self, documents: grain.MapDataset, num_workers: int, buffer: int):
         super().__init__()
         self._documents, self._num_workers, self._buffer = documents, num_workers, buffer
-        self._next, self._boxes = 0, None
+        self._next, self._boxes, self._patience = 0, None, patience(documents)
 
     def __next__(self) -> Document:
         self._boxes = self._start() if self._boxes is None else self._boxes
+        left_out = 0
         while True:
             (document,) = next(self._boxes)
             self._next += 1
             if document is not None:
                 return document
+            left_out += 1
+            check_patience(left_out, self._patience)
 
     def get_state(self) -> dict[str, Any]:
-        return {"next_index": self._next}
+        return {"next_index": self._next, "documents": epoch_of(self._documents)}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        check_number(state, epoch_of(self._documents))
         self._stop()
         self._next = state["next_index"]
 

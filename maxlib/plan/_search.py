@@ -56,6 +56,11 @@ class Search:
         if good:
             return good[0]
         least = min(self.plans, key=lambda plan: plan.peak)
+        if least.fits:
+            raise ValueError(
+                f"no layout that was compiled fits {least.target}; by its estimate the smallest ({_words(least)}) has "
+                f"{(least.target.chip.memory - least.peak) / GIB:.2f} GiB to spare: compile more of them, compile="
+            )
         over = (least.peak - least.target.chip.memory) / GIB
         raise ValueError(
             f"no layout fits {least.target}: the smallest ({_words(least)}) needs {over:.2f} GiB more than there is; take more chips, "
@@ -147,11 +152,12 @@ _EXPERTS_OVER_DATA = {"expert_embed": ("data", "fsdp")}
 
 def _default_layouts(job: Job) -> list[sharding.Layout]:
     """Returns FSDP with tensor parallelism up to 16, and for a mixture of experts with expert parallelism to 128."""
-    target, split = parse_target(job.target), sharding.FSDP_TP | sharding.SP
-    devices, (width, inner, experts) = target.devices // target.slices, _divisors(job)
+    groups, across = _groups(job)
+    devices, split = parse_target(job.target).devices // groups, sharding.FSDP_TP | sharding.SP
+    width, inner, experts = _divisors(job)
     tensor = [("tensor", n, split if n > 1 else sharding.FSDP) for n in (1, 2, 4, 8, 16)]
     expert = [("expert", n, sharding.EP) for n in (4, 8, 16, 32, 64, 128) if experts and experts % n == 0]
-    layouts, across = [], dict(job.dcn).get("data", 1)
+    layouts = []
     for axis, n, strategy in (choice for choice in tensor + expert if devices % choice[1] == 0):
         # Widths are split over all devices but those of `tensor`. What does not divide them, copies take.
         parts = devices // (n if axis == "tensor" else 1)
@@ -163,6 +169,16 @@ def _default_layouts(job: Job) -> list[sharding.Layout]:
         degrees = {"data": copies, "fsdp": -1, axis: n, "dcn": job.dcn}
         layouts += [sharding.Layout(degrees, choice) for choice in strategies]
     return layouts
+
+
+def _groups(job: Job) -> tuple[int, int]:
+    """Returns how many slices or hosts the slower network joins, and how many of them have copies of all parameters."""
+    target = parse_target(job.target)
+    groups = target.slices
+    if job.dcn and target.platform == "cuda":
+        groups = math.ceil(target.devices / target.chip.group)
+    _, across = sharding.MeshShape.of({"fsdp": -1, "dcn": job.dcn}).sizes(target.devices, groups)
+    return groups, across["data"]
 
 
 def _divisors(job: Job) -> tuple[int, int, int]:

@@ -74,6 +74,15 @@ def test_a_template_gets_the_variables_of_its_chat(tokenizer):
     assert tokenizer.decode(does_not["tokens"]).startswith("of")
 
 
+def test_tools_may_be_json(tokenizer):
+    """As in data for TRL."""
+    template = ChatTemplate("{% for tool in tools %}{{ tool.name }},{% endfor %}" + PLAIN)
+    tools = [{"name": "the size"}, {"name": "of"}]
+    source = data.records([{"messages": CHAT, "tools": x} for x in (tools, json.dumps(tools))], field="messages")
+    same, written = data.tokenize_chats(source, tokenizer, template)
+    np.testing.assert_array_equal(same["tokens"], written["tokens"])
+
+
 def test_a_turn_may_be_marked_in_pieces(tokenizer):
     pieces = MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}{% generation %}</s>{% endgeneration %}")
     assert learned(tokenizer, tokenized(tokenizer, pieces)) == learned(tokenizer, tokenized(tokenizer, MARKED))

@@ -52,6 +52,19 @@ def test_it_inverts(names):
     assert abs(share["as it was"] - 0.2) < 0.08 and abs(share["psm"] - share["spm"]) < 0.12
 
 
+@pytest.mark.parametrize("kind", ["unigram always", "unigram first", "unigram never", "llama", "byte"])
+def test_only_the_beginning_of_a_text_gets_a_space(kind):
+    """SentencePiece writes one before each text, which a suffix or a middle is not."""
+    tok, names = kinds_of_tokenizer.every_kind()[kind], FIM_TOKENS[3]
+    tok.add_special_tokens(list(names))
+    marks = [tok.token_to_id(name) for name in names]
+    written = lambda ids: "".join(map(tok.id_to_token, ids)).replace("▁", " ").replace("Ġ", " ")
+    for document in rearranged(tok, ["yes hello: yes"] * 30, rate=1.0):
+        by_mark = pieces(document["tokens"].tolist(), marks)
+        prefix, suffix, middle = (written(by_mark[mark]) for mark in marks)
+        assert (prefix + middle + suffix).removeprefix(" ") == "yes hello: yes"
+
+
 def test_cuts_are_of_characters_and_uniform():
     tok = tokenizer()
     names, text = FIM_TOKENS[0], "0123456789" * 5

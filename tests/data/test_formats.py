@@ -1,5 +1,6 @@
 """Parquet, ArrayRecord and other formats yield their documents, and errors name the record."""
 
+import gzip
 import json
 from itertools import islice
 
@@ -37,7 +38,24 @@ def test_labels_of_tokenized_records_are_not_left_out_in_silence(name):
 def test_a_folder_of_many_formats(tmp_path):
     (tmp_path / "a.md").write_text("one")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
-    assert texts(data.files(tmp_path)) == ["one", "two"]
+    (tmp_path / "c.JSONL").write_text(json.dumps({"text": "three"}) + "\n")
+    assert texts(data.files(tmp_path)) == ["one", "two", "three"]
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match="d.jsonl.gz: byte 0: this file is compressed: unpack it first"):
+        data.files(tmp_path)
+
+
+def test_tables_add_no_fields_to_tools(tmp_path):
+    """Arrow gives each object the fields of all others; TRL's data sets have tools as JSON."""
+    arrow, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ok"}]
+    tools = [{"name": "look", "at": {"x": 1}}, {"name": "go", "to": {"y": 2}}]
+    pq.write_table(arrow.table({"messages": [chat], "tools": [tools]}), tmp_path / "chats.parquet")
+    (read,) = data.parquet(tmp_path / "chats.parquet", field="messages")
+    assert read["tools"] == tools
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"messages": [chat], "tools": [tools]})
+    assert data.records(table, field="messages")[0]["tools"] == tools
 
 
 def test_parquet(tmp_path):

@@ -1,10 +1,12 @@
 """Images of chats: patches and placeholders equal those of transformers, and packing keeps both together."""
 
 import dataclasses
+import errno
 import importlib
 import json
 import sys
 import types
+from unittest import mock
 
 import grain
 import jax
@@ -278,6 +280,35 @@ def test_files_lie_beside_the_chats(tokenizer, processor, tmp_path):
         np.testing.assert_array_equal(chats[i]["images"].pixels, processor(image).pixels)
     with pytest.raises(ValueError, match=r"chats.jsonl: byte \d+: FileNotFoundError.*none.png"):
         chats[2]
+
+
+def test_photographs_are_turned_upright_as_in_transformers(processor, tmp_path):
+    """A camera that is held sideways writes how to turn the pixels."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    photograph = Image.fromarray(rgb(24, 8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    photograph.save(tmp_path / "photograph.png", exif=exif)
+    upright = load_image(str(tmp_path / "photograph.png")).convert("RGB")
+    assert upright.size == photograph.size[::-1]
+    for image in (tmp_path / "photograph.png", Image.open(tmp_path / "photograph.png")):
+        np.testing.assert_array_equal(processor(image).pixels, processor(upright).pixels)
+
+
+def test_failing_disks_are_no_bad_records(tokenizer, processor, tmp_path, monkeypatch):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    bad = data.SkipBadRecords(limit=2)
+    read = bad.guard(
+        tokenized([chat(str(tmp_path / name)) for name in ("broken.png", "none.png")], tokenizer, processor)
+    )
+    assert read[0] is None and read[1] is None and len(bad) == 2
+    failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr("PIL.Image.open", failing)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read[1]
+    assert caught.value.__notes__ == ["While reading chat 1."]
 
 
 def test_chats_whose_images_do_not_fit_are_refused(tokenizer, processor):

@@ -315,6 +315,52 @@ def test_a_stage_that_hangs_is_named_and_may_come_back():
     assert_equal(batches + list(stuck), uninterrupted)
 
 
+REPEATED = grain.MapDataset.source([{"tokens": np.arange(9), "targets": np.arange(9)}] * 5).repeat()
+LEFT_OUT = {
+    "packed": lambda part: data.pack(REPEATED[part], length=2, overlong="drop"),
+    "packed from a stream": lambda part: data.pack(
+        data.Mixture({"a": REPEATED}, {"a": 1})[part], length=2, overlong="drop"
+    ),
+    "padded": lambda part: data.pad(REPEATED, length=1, overlong="drop")[part],
+    "read by grain": lambda part: data.pad(REPEATED, length=1, overlong="drop")[part].to_iter_dataset(),
+    "filtered": lambda part: data.pack(REPEATED.filter(lambda document: False)[part], length=8),
+    "in workers": lambda part: data.pack(data.in_workers(REPEATED.map(lambda document: None)[part], 0), length=8),
+}
+
+
+@pytest.mark.parametrize("rows", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_endless_data_of_which_nothing_is_left_is_an_error_at_once(rows, monkeypatch):
+    monkeypatch.setattr("maxlib.data._reader._STREAM_PATIENCE", 50)
+    with pytest.raises(ValueError, match="No document in (15|50) reads: .* all of it is filtered out or dropped"):
+        next(data.Loader(rows, batch_size=2, timeout=20))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda part: part, lambda part: data.in_workers(part, 0)], ids=["in order", "workers"]
+)
+def test_a_place_among_other_documents_is_refused(read):
+    """Somebody added files between two runs: shuffled documents lie elsewhere."""
+    few, more = shuffled(30), shuffled(31)
+    rows = lambda docs: data.Loader(lambda part: data.pack(read(docs[part]), length=LENGTH), batch_size=4, num_shards=2)
+    begun = rows(few)
+    next(begun)
+    resumed = rows(more)
+    resumed.set_state(begun.get_state())
+    with pytest.raises(ValueError, match="number of documents or files is 30, but here it is 31"):
+        next(resumed)
+
+
+def test_a_dataset_is_read_in_order_and_not_far_ahead():
+    """Rows may have images: grain would read 500 of each shard ahead."""
+    read = []
+    rows = grain.MapDataset.range(400).map(lambda i: read.append(i) or {"tokens": np.full(4, i)})
+    batches = data.Loader(lambda part: rows[part], batch_size=4, num_shards=2, prefetch=2)
+    assert next(batches)["tokens"][:, 0].tolist() == [0, 2, 1, 3] and len(read) <= 4 * 4
+    resumed = data.Loader(lambda part: rows[part], batch_size=4, num_shards=2, prefetch=2)
+    resumed.set_state(batches.get_state())
+    assert_equal(take(resumed, 3), take(batches, 3))
+
+
 def test_an_error_in_a_stage_reaches_the_reader():
     def fails(document):
         raise ZeroDivisionError("from the map")

@@ -52,6 +52,21 @@ def test_samples_are_documents(folder):
     assert document["record"] == f"{folder}/1.tar: some/folder.v1/{'long' * 40}002"
 
 
+def test_a_place_among_other_files_is_refused(folder):
+    begun = iter(data.WebDataset(folder)[:])
+    next(begun)
+    with pytest.raises(ValueError, match="number of documents or files is 4, but here it is 1"):
+        iter(data.WebDataset(folder / "0.tar")[:]).set_state(begun.get_state())
+
+
+def test_fewer_samples_than_shards_are_an_error_at_once(folder):
+    source = data.WebDataset(folder / "0.tar", epochs=None)
+    with pytest.raises(
+        ValueError, match="has 5 records, of which this shard .* reads none .every 8th, from number 5.: use fewer"
+    ):
+        next(data.Loader(lambda part: data.pack(source[part], length=8), batch_size=8, timeout=20))
+
+
 def test_they_are_those_of_webdataset(tmp_path):
     webdataset = pytest.importorskip("webdataset")
     image = pytest.importorskip("PIL.Image").fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
@@ -140,7 +155,7 @@ def test_damage_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match=r"bad\.tar: a: the file 'json' cannot be decoded"):
         list(data.WebDataset(path)[:])
     write(path, {"": {"hidden": b""}})
-    with pytest.raises(ValueError, match="have no sample"):
+    with pytest.raises(ValueError, match="has 0 records"):
         list(data.WebDataset(path)[:])
     with tarfile.open(path, "w") as tar:
         for _ in range(2):

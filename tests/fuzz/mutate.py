@@ -163,10 +163,4 @@ WORDS = """
     maxlib.training:evaluate llama3-8b gpt2 cpu h100x8 v5p-8 v5e-16x2 v6e-0 v5p:2x2x2 tpu-overlap gpu-overlap = , : +
     - -- é \x00 ../../etc/passwd
 """.split()  # noqa: SIM905
-_BY_KIND = {
-    "arguments": _arguments,
-    "json": _json,
-    "jsonl": _jsonl,
-    "safetensors": _safetensors,
-    "template": _template,
-}
+_BY_KIND = {"arguments": _arguments, "json": _json, "jsonl": _jsonl, "safetensors": _safetensors, "template": _template}

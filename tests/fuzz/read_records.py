@@ -23,10 +23,6 @@ def read(directory: Path) -> None:
         documents[i]
 
 
-READERS = {
-    "a.jsonl": data.jsonl,
-    "c.jsonl": data.chats,
-    "t.txt": data.text_files,
-}
+READERS = {"a.jsonl": data.jsonl, "c.jsonl": data.chats, "t.txt": data.text_files}
 KINDS = {"a.jsonl": "jsonl", "c.jsonl": "jsonl", "t.txt": "bytes"}
 TARGET = Target(make, read, KINDS, alone=True)

@@ -46,7 +46,17 @@ def test_damaged_files_end_in_documented_errors(name, tmp_path):
     assert [p.name for p in outside.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS)
+# Limits of time and memory, which tests/tokenization/test_chat_template.py has by default.
+UNLIMITED = "9999", "ns.x", "9 ** 9", "macro"
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        pytest.param(snippet, marks=[pytest.mark.full] * any(word in snippet for word in UNLIMITED))
+        for snippet in SNIPPETS
+    ],
+)
 def test_a_template_does_no_harm(snippet):
     """It ends soon, with a text of a limited size, a ValueError or one that names the attribute it may not have."""
     try:

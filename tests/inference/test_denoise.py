@@ -19,7 +19,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def whole(model):
+def two_way(model):
     return Generator(nn.with_mask(model, ops.Full()), dtype=jnp.float32)
 
 
@@ -29,10 +29,19 @@ def blocks(model):
     return Generator(nn.with_mask(model, ops.BlockCausal(4, pairs=True)), dtype=jnp.float32)
 
 
-def scores(model):
-    """Function from tokens to logits, one row at a time, without a cache."""
-    run = jax.jit(lambda tokens: model.logits(model(tokens, dtype=jnp.float32).hidden))
-    return lambda text: np.array(run(jnp.asarray(text, jnp.int32)[None])[0], np.float64)
+@jax.jit
+def logits(model, tokens):
+    return model.logits(model(tokens, dtype=jnp.float32).hidden)
+
+
+def scores(model, length=0):
+    """Function from tokens to logits, one row at a time, without a cache; rows are filled up to a length."""
+
+    def compute(text):
+        padded = jnp.asarray([[*text, *[MASK] * (length - len(text))]], jnp.int32)
+        return np.array(logits(model, padded)[0, : len(text)], np.float64)
+
+    return compute
 
 
 def unmasked(logits_of, text, columns, steps, threshold=np.inf, shift=0):
@@ -44,9 +53,9 @@ def unmasked(logits_of, text, columns, steps, threshold=np.inf, shift=0):
         masked = [c for c in columns if text[c] == MASK]
         if not masked:
             break
-        logits = logits_of(text)
-        logits[:, MASK] = -np.inf
-        probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        odds = np.exp(logits_of(text))
+        odds[:, MASK] = 0
+        probs = odds / odds.sum(-1, keepdims=True)
         best = {c: int(probs[c - shift].argmax()) for c in masked}
         confidence = {c: probs[c - shift, best[c]] for c in masked}
         ranked = sorted(masked, key=lambda c: -confidence[c])
@@ -79,9 +88,9 @@ def by_sdar(logits_of, prompt, length, block, steps, **options):
 @pytest.mark.parametrize(
     "options", [{"steps": 3}, {"threshold": 0.05}, {"steps": 4, "shifted": True}], ids=["steps", "threshold", "shifted"]
 )
-def test_text_of_a_model_that_sees_all_is_that_of_llada(whole, options):
-    got = denoise(whole, PROMPTS, mask_token=MASK, max_new_tokens=10, block=5, **options)
-    logits_of, reference = scores(whole.model), {"steps": 5} | options
+def test_text_of_a_model_that_sees_all_is_that_of_llada(two_way, options):
+    got = denoise(two_way, PROMPTS, mask_token=MASK, max_new_tokens=10, block=5, **options)
+    logits_of, reference = scores(two_way.model), {"steps": 5} | options
     shift = int(reference.pop("shifted", False))
     assert got.texts == [by_llada(logits_of, p, 10, 5, shift=shift, **reference) for p in PROMPTS]
     assert got.steps == 2 * options["steps"] if "steps" in options else got.steps < 10
@@ -93,14 +102,15 @@ def test_text_of_a_model_that_sees_all_is_that_of_llada(whole, options):
 def test_cached_blocks_equal_uncached_ones(blocks, options):
     """In rows of any length, also of less than a block."""
     got = denoise(blocks, PROMPTS, mask_token=MASK, max_new_tokens=9, **options)
-    logits_of = scores(nn.with_mask(blocks.model, ops.BlockCausal(4)))
+    logits_of = scores(nn.with_mask(blocks.model, ops.BlockCausal(4)), length=20)
     assert got.texts == [by_sdar(logits_of, p, 9, 4, **{"steps": 4} | options) for p in PROMPTS]
 
 
 def test_texts_end_with_their_stop_token(blocks):
-    text = denoise(blocks, PROMPTS[:1], mask_token=MASK, max_new_tokens=9, steps=2).texts[0]
-    stopped = denoise(blocks, PROMPTS[:1], mask_token=MASK, max_new_tokens=9, steps=2, stop_token_ids=[text[1]])
-    assert stopped.texts == [text[: text.index(text[1]) + 1]]
+    prompts = [PROMPTS[2]] * 3
+    text, *_ = denoise(blocks, prompts, mask_token=MASK, max_new_tokens=9, steps=2).texts
+    stopped = denoise(blocks, prompts, mask_token=MASK, max_new_tokens=9, steps=2, stop_token_ids=[text[1]])
+    assert stopped.texts == [text[: text.index(text[1]) + 1]] * 3
     assert stopped.steps == 2  # one block
 
 
@@ -113,7 +123,7 @@ def test_rows_are_drawn_alone(blocks):
     assert MASK not in np.concatenate(both)
 
 
-def test_bad_input(model, blocks, whole):
+def test_bad_input(model, blocks, two_way):
     options = {"mask_token": MASK, "max_new_tokens": 4}
     with pytest.raises(ValueError, match="needs a model whose tokens attend to later ones"):
         denoise(Generator(model), PROMPTS, **options)
@@ -122,7 +132,7 @@ def test_bad_input(model, blocks, whole):
     with pytest.raises(ValueError, match="models without blocks"):
         denoise(blocks, PROMPTS, shifted=True, **options)
     with pytest.raises(ValueError, match="mask_token must be below the vocabulary of 61 tokens, got 61"):
-        denoise(whole, PROMPTS, **options | {"mask_token": VOCAB})
+        denoise(two_way, PROMPTS, **options | {"mask_token": VOCAB})
     for generate in (blocks.generate, LocalEngine(blocks.model, slots=1, capacity=32).generate):
         with pytest.raises(ValueError, match="use inference.denoise"):
             generate(PROMPTS, max_new_tokens=4)

@@ -12,10 +12,11 @@ from maxlib.inference import _continuous as continuous
 from maxlib.inference import _slots as programs
 from maxlib.inference._sizes import row_counts
 from maxlib.models import gpt2
-from tests.nn.tiny import filled_llama
+from tests.nn.tiny import filled, filled_llama
 
 PROMPTS = [[5, 9, 2, 7, 30], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [8, 8], [40, 41, 42]]
 LIMITS = [4, 9, 2, 1, 6]
+SAMPLER = Sampler(temperature=0.8, top_k=20)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,12 @@ def test_greedy_equals_one_prompt_at_a_time(model, engine):
 
 def test_completions_of_a_prompt_are_those_of_rows_of_their_own(model, engine, monkeypatch):
     """Keys are those of the prompts repeated, and each prompt is computed once."""
-    sampler, key, calls, prefill = Sampler(temperature=0.8, top_k=20), jax.random.key(3), [], continuous.prefill
+    key, calls, prefill = jax.random.key(3), [], continuous.prefill
     monkeypatch.setattr(continuous, "prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))
-    got = engine.generate(PROMPTS[:3], num_samples=3, max_new_tokens=5, sampler=sampler, key=key)
+    got = engine.generate(PROMPTS[:3], num_samples=3, max_new_tokens=5, sampler=SAMPLER, key=key)
     repeated = [prompt for prompt in PROMPTS[:3] for _ in range(3)]
     alone = Generator(model, dtype=jnp.float32)
-    rows = alone.generate(repeated, max_new_tokens=5, sampler=sampler, key=key, capacity=32)
+    rows = alone.generate(repeated, max_new_tokens=5, sampler=SAMPLER, key=key, capacity=32)
     assert [completion.tokens for group in got for completion in group] == rows and len(calls) == 3
     assert len({tuple(completion.tokens) for completion in got[0]}) > 1
 
@@ -54,7 +55,7 @@ def test_calls_without_a_key_draw_anew_and_runs_alike(model, engine):
     def rounds(seed):
         fresh = LocalEngine(model, slots=2, capacity=32, dtype=jnp.float32, seed=seed)
         draw = lambda **key: [
-            completion.tokens for (completion,) in fresh.generate(PROMPTS, max_new_tokens=4, sampler=Sampler(), **key)
+            completion.tokens for (completion,) in fresh.generate(PROMPTS, max_new_tokens=4, sampler=SAMPLER, **key)
         ]
         return [draw(), draw(key=jax.random.key(7)), draw()]
 
@@ -73,11 +74,11 @@ def test_a_stop_token_ends_a_row_and_belongs_to_it(engine):
 
 
 def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(model, engine):
-    got = engine.generate(PROMPTS, max_new_tokens=6, sampler=Sampler(temperature=0.7, top_p=0.9))
+    got = engine.generate(PROMPTS, max_new_tokens=6, sampler=SAMPLER)
     rows = [prompt + completion.tokens for prompt, (completion,) in zip(PROMPTS, got, strict=True)]
     padded = jnp.asarray([ids + [0] * (32 - len(ids)) for ids in rows])
     scores = (
-        np.asarray(jax.jit(lambda ids: model.logits(model(ids, dtype=jnp.float32).hidden))(padded), np.float64) / 0.7
+        np.asarray(jax.jit(lambda ids: model.logits(model(ids, dtype=jnp.float32).hidden))(padded), np.float64) / 0.8
     )
     want = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     for row, prompt, (completion,) in zip(want, PROMPTS, got, strict=True):
@@ -131,6 +132,8 @@ def test_steps_have_few_numbers_of_rows():
 
 def test_learned_positions_bound_the_cache():
     cfg = gpt2.Config(vocab=64, dim=32, num_layers=1, num_heads=4, mlp_dim=64, num_positions=50)
-    model = gpt2.GPT2(cfg, rngs=nnx.Rngs(0))
+    model = filled(lambda: gpt2.GPT2(cfg, rngs=nnx.Rngs(0)))
     (completion,) = LocalEngine(model, slots=2, capacity=48, dtype=jnp.float32).generate([[1, 2]], max_new_tokens=3)[0]
-    assert completion.tokens == Generator(model, dtype=jnp.float32).generate([[1, 2]], max_new_tokens=3)[0]
+    forward = jax.jit(lambda ids: model.logits(model(ids, dtype=jnp.float32).hidden)[0].argmax(axis=-1))
+    best = forward(jnp.asarray([[1, 2, *completion.tokens]]))
+    assert completion.tokens == best[1:-1].tolist()

@@ -27,12 +27,10 @@ CASES = [
     for name, case in parity.golden(path.stem).items()
     if reads_text_alone(case)
 ]
-DEFAULT = next(case for case in CASES if case[0] == "gemma3")  # rings beside full caches
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [case if case == DEFAULT else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
-)
+@pytest.mark.full  # by default test_routes.py has the draws, test_drafters.py rings beside full caches
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
     case = parity.golden(family)[name]
     model = maxlib.from_pretrained(parity.directory(tmp_path, case), dtype=jnp.float32)
@@ -50,12 +48,7 @@ def test_the_trainer_agrees_about_every_draw(family, name, tmp_path):
         completion
         for (completion,) in engine.generate(prompts, max_new_tokens=limits, sampler=sampler, key=jax.random.key(1))
     ]
-    batch = post_training.completion_batch(
-        prompts,
-        completions,
-        np.ones(3),
-        length=LENGTH,
-    )
+    batch = post_training.completion_batch(prompts, completions, np.ones(3), length=LENGTH)
     trainer = jax.jit(functools.partial(post_training.log_probs, temperature=temperature, dtype=jnp.float32))
     learned = batch["targets"] >= 0
     assert learned.sum() == sum(limits) and np.abs(batch["sampler_log_probs"][learned]).max() > 0.1

@@ -77,7 +77,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(generator):
     options = dict(max_new_tokens=8, sampler=Sampler(temperature=0.9, top_k=20), key=jax.random.key(3))
     first = generator.generate(PROMPTS, **options)
     assert first == generator.generate(PROMPTS, **options)
-    assert first[0] == generator.generate([PROMPTS[0], [1], [2]], **options)[0]
+    assert first[0] == generator.generate([PROMPTS[0], [1], PROMPTS[2][::-1]], **options)[0]
     assert first != generator.generate(PROMPTS, **options | {"key": jax.random.key(4)})
 
 
@@ -99,16 +99,6 @@ def test_stop_ends_a_row_and_the_others_go_on(generator):
     stop = free[0][2]
     got = generator.generate(PROMPTS, max_new_tokens=6, stop_token_ids=[stop])
     assert got == [row[: row.index(stop) + 1] if stop in row else row for row in free]
-
-
-def test_an_engine_and_a_generator_end_completions_alike(generator):
-    """The id that ended a completion is its last token in both, so that GRPO learns to end with either."""
-    stop = [generator.generate(PROMPTS, max_new_tokens=6)[0][2]]
-    engine = inference.LocalEngine(generator.model, slots=2, dtype=jnp.float32)
-    groups = engine.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop)
-    assert generator.generate(PROMPTS, max_new_tokens=6, stop_token_ids=stop) == [
-        completion.tokens for (completion,) in groups
-    ]
 
 
 def test_stream_yields_what_generate_returns(generator):
@@ -194,7 +184,7 @@ def test_prompts_inside_a_prefix_are_refused():
 
 
 def test_the_callers_model_stays_usable(model):
-    inference.generate(model, [[1, 2]], max_new_tokens=3)
+    inference.generate(model, PROMPTS, max_new_tokens=6, dtype=jnp.float32)  # nothing is cast, so nothing is copied
     assert np.isfinite(full_pass(model, jnp.ones((1, 32), jnp.int32))).all()
 
 

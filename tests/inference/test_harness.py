@@ -117,23 +117,7 @@ def test_options_of_tasks():
         options(do_sample=True)
 
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "rain",
-    "fell",
-    "over",
-    "old",
-    "roofs",
-    "and",
-    "nobody",
-    "came",
-]
+WORDS = "the cat sat on a mat while rain fell over old roofs and nobody came".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from maxlib.inference import Generator
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full  # by default test_generate.py has rows of two lengths, against passes over each row
 
 ORIGINAL = 16  # where dynamic NTK begins to stretch, and LongRoPE switches
 FACTORS = {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [2.0, 5.0, 20.0, 30.0]}
@@ -75,20 +76,6 @@ def by_transformers(model, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("Llama", "dynamic"), *(pytest.param(f, "longrope", marks=pytest.mark.full) for f in ("Llama", "Phi3"))],
-    ids=lambda x: x,
-)
-def test_mixed_lengths(pair, family, kind):
-    theirs, ours = pair(family, kind)
-    rows = prompts(*LENGTHS)
-    want = [by_transformers(theirs, row) for row in rows]
-    assert ours.generate(rows, max_new_tokens=NEW, capacity=45) == want
-    assert len(set(map(tuple, want))) == len(rows)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(("name", "capacity"), zip(LENGTHS, (None, 38, 64, 129, 1000), strict=True))
 @pytest.mark.parametrize(
     ("family", "kind"), [*(("Llama", kind) for kind in SCALINGS), ("Phi3", "longrope"), ("Qwen2", "dynamic")]
@@ -99,12 +86,12 @@ def test_every_scaling_alone(pair, family, kind, name, capacity):
     assert ours.generate([row], max_new_tokens=NEW, capacity=capacity) == [by_transformers(theirs, row)]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "kind"), [*(("Llama", kind) for kind in SCALINGS), ("Phi3", "longrope"), ("Qwen2", "dynamic")]
 )
 def test_every_scaling_mixed(pair, family, kind):
     theirs, ours = pair(family, kind)
-    for names in (["below", "beyond"], ["across", "at", "switch"], [*reversed(LENGTHS)]):
+    for names, capacity in ((["below", "beyond"], None), (["across", "at", "switch"], None), (reversed(LENGTHS), 45)):
         rows = prompts(*names)
-        assert ours.generate(rows, max_new_tokens=NEW) == [by_transformers(theirs, row) for row in rows]
+        want = [by_transformers(theirs, row) for row in rows]
+        assert ours.generate(rows, max_new_tokens=NEW, capacity=capacity) == want

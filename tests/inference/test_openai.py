@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def client(served):
 
 def test_the_official_client_reads_completions(model, client):
     assert [each.id for each in client.models.list()] == ["tiny"]
-    prompt, alone = "Once upon", inference.LocalEngine(model, capacity=128, dtype=jnp.float32)
+    prompt, alone = "Once upon", inference.LocalEngine(model, slots=4, capacity=128, dtype=jnp.float32)
     ids = TOKENIZER.encode(prompt).ids
     ((want,),) = alone.generate([ids], max_new_tokens=12, stop_token_ids=[EOS])
     options = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
@@ -130,8 +131,8 @@ def test_the_official_client_reads_completions(model, client):
 def test_an_echo_has_the_log_probabilities_of_the_prompt(model, client):
     ids = TOKENIZER.encode("A wall of bricks").ids
     got = client.completions.create(model="tiny", prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0)
-    probs, scores = got.choices[0].logprobs, model.logits(model(jnp.asarray([ids]), dtype=jnp.float32).hidden)[0]
-    scores = np.asarray(scores, np.float64)
+    probs, forward = got.choices[0].logprobs, jax.jit(lambda ids: model.logits(model(ids, dtype=jnp.float32).hidden)[0])
+    scores = np.asarray(forward(jnp.asarray([ids])), np.float64)
     want = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     assert probs.token_logprobs[0] is None and len(probs.tokens) == len(ids) + 1
     np.testing.assert_allclose(probs.token_logprobs[1:-1], want[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)

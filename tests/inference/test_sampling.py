@@ -110,12 +110,14 @@ def test_filters_equal_their_definitions(settings):
 def test_a_low_temperature_draws_the_best(temperature):
     logits = jnp.asarray([[40.0, -3.0, 41.0, 0.0], [-50.0, -60.0, -70.0, -jnp.inf]])
     sampler, keys = Sampler(temperature=temperature, top_p=0.9), jax.random.split(jax.random.key(0), 2)
-    np.testing.assert_array_equal(sampler(logits, keys), [2, 0])
+    np.testing.assert_array_equal(jax.jit(sampler)(logits, keys), [2, 0])
     settings = slots.Settings(jnp.full(2, temperature), jnp.full(2, 4), jnp.full(2, 0.9), jnp.full(2, -jnp.inf),
                               jnp.tile(jnp.array([1.0, 0, 0]), (2, 1)))  # fmt: skip
     data, features = jax.random.key_data(keys), slots.Features(samples=True, top_p=True)
     impl = str(jax.random.key_impl(keys))
-    draws = slots._draw(logits[:, None], data, jnp.zeros(2, jnp.int32), None, settings, None, features, impl)
+    draws = jax.jit(slots._draw, static_argnums=(6, 7))(
+        logits[:, None], data, jnp.zeros(2, jnp.int32), None, settings, None, features, impl
+    )
     np.testing.assert_array_equal(draws.token[:, 0], [2, 0])
     np.testing.assert_array_equal(draws.log_prob[:, 0], [0, 0])
 
@@ -135,9 +137,3 @@ def test_filters_keep_what_they_promise():
     np.testing.assert_array_equal(kept(Sampler(top_p=0.01))[1], [0, 0, 0, 0, 1])
     np.testing.assert_array_equal(kept(Sampler(min_p=0.3))[0], [1, 1, 1, 0, 0])
     np.testing.assert_array_equal(kept(Sampler(top_k=4, top_p=0.9, min_p=0.4))[0], [1, 1, 0, 0, 0])
-
-
-def test_the_narrowest_settings_keep_the_best_and_the_widest_all():
-    for narrow in (Sampler(top_k=1), Sampler(min_p=1.0), Sampler(top_p=1e-6)):
-        np.testing.assert_array_equal(kept(narrow)[0], [1, 0, 0, 0, 0])
-    np.testing.assert_array_equal(kept(Sampler(top_p=1.0)), np.ones((2, 5)))

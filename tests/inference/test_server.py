@@ -74,7 +74,7 @@ def serving(engine, change=lambda choice: choice):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.engine, server.change, server.seen, server.lock = engine, change, [], threading.Lock()
         server.models = {"base", "base-1", "base-2"}
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/", server

@@ -30,7 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def serving(**answers):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.seen, server.answers = [], {f"/{name}": answer for name, answer in answers.items()}
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}", server

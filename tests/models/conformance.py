@@ -180,12 +180,12 @@ class Conformance:
 
     def test_logits_are_those_of_transformers(self, name, made):
         case, _, model = made(name)
-        assert_close(parity.logits(model, case["tokens"], *parity.given(case)), case["logits"], 1e-4)
+        assert_close(parity.logits(model, case["tokens"], *parity.inputs_of(case)), case["logits"], 1e-4)
 
     def test_gradients_are_those_of_transformers(self, name, made, tmp_path):
         """And logits."""
         case, _, model = made(name)
-        logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients", *parity.given(case))
+        logits, gradients = parity.ours(model, case["tokens"], tmp_path / "gradients", *parity.inputs_of(case))
         assert_close(logits, case["logits"], 1e-4)
         assert gradients.keys() == case["shapes"].keys()
         for tensor, gradient in gradients.items():
@@ -232,7 +232,7 @@ class Conformance:
         with torch.no_grad():
             arguments = parity.arguments(case, torch.from_numpy(case["tokens"]).long(), theirs.dtype)
             out = theirs(**arguments, output_hidden_states=True, output_attentions=True)
-        inputs = parity._given(*parity.given(case))
+        inputs = parity._given(*parity.inputs_of(case))
         _, values = nn.capture(model, ["resid_pre", "resid_post"])(case["tokens"], **inputs, dtype=_dtype(model))
         recorded = out.get("hidden_states", out.get("decoder_hidden_states"))
         # Their last hidden state is after the final norm. They record layers before Qwen3-VL adds images to them.
@@ -271,7 +271,7 @@ class Conformance:
     @pytest.mark.full
     def test_every_field_matters(self, made, tmp_path):
         case, _, model = made(next(iter(self.cases)))
-        inputs = parity.given(case)
+        inputs = parity.inputs_of(case)
         before = _logits(model, case["tokens"], None, *inputs)
         for field, value in self.matters.items():
             other = maxlib.from_pretrained(parity.directory(tmp_path / field, changed(case, field, value)))

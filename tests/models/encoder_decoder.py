@@ -1,5 +1,6 @@
 """The conformance of families with an encoder and a decoder, and that of encoders alone."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,13 +23,13 @@ class EncoderConformance(Conformance):
 
 
 class EncoderDecoderConformance(Conformance):
-    """What the encoder reads is that of `parity.given`."""
+    """What the encoder reads is that of `parity.inputs_of`."""
 
     test_both_spellings_are_read = None  # of rotary embeddings, which they have none of
 
     @staticmethod
     def read(case) -> dict:
-        return parity._given(*parity.given(case))
+        return parity._given(*parity.inputs_of(case))
 
     @staticmethod
     def rows(read: dict, rows: slice) -> dict:
@@ -61,7 +62,7 @@ class EncoderDecoderConformance(Conformance):
             texts = transformers.GenerationMixin.generate(
                 theirs, **read, decoder_start_token_id=3, max_new_tokens=12, do_sample=False
             )
-        assert_close(parity.logits(model, case["tokens"], *parity.given(case)), want, 1e-4)
+        assert_close(parity.logits(model, case["tokens"], *parity.inputs_of(case)), want, 1e-4)
         generator = inference.Generator(model, dtype=jnp.float32)
         got = generator.generate([[3], [3]], max_new_tokens=12, **self.read(case))
         assert got == texts[:, 1:].tolist()
@@ -134,4 +135,4 @@ class EncoderDecoderConformance(Conformance):
     def test_a_decoder_alone_is_an_error(self, made):
         case, _, model = made(next(iter(self.cases)))
         with pytest.raises(ValueError, match="needs the output of an encoder"):
-            model(jnp.asarray(case["tokens"]))
+            jax.eval_shape(lambda tokens: model(tokens), case["tokens"])

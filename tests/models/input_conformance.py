@@ -41,7 +41,7 @@ class InputConformance(Conformance):
         ids = torch.from_numpy(case["tokens"]).long()
         with torch.no_grad():
             want = parity.forward(theirs)(**parity.arguments(case, ids, theirs.dtype)).logits.float().numpy()
-        assert_close(parity.logits(model, case["tokens"], *parity.given(case)), want, 1e-4)
+        assert_close(parity.logits(model, case["tokens"], *parity.inputs_of(case)), want, 1e-4)
 
     @pytest.mark.full
     def test_rows_of_inputs_and_padding_change_nothing(self, name, made):
@@ -53,17 +53,17 @@ class InputConformance(Conformance):
     def test_packed_equals_separate(self, name, exact):
         """All rows as documents of one row, with padding behind."""
         case, _, model = exact(name)
-        tokens, want = case["tokens"], _logits(model, case["tokens"], None, *parity.given(case))
+        tokens, want = case["tokens"], _logits(model, case["tokens"], None, *parity.inputs_of(case))
         row = np.append(tokens, [0, 0, 0]).astype(np.int32)[None]
         segments = np.repeat([*range(1, len(tokens) + 1), 0], [tokens.shape[1]] * len(tokens) + [3])[None]
-        got = _logits(model, row, segments.astype(np.int32), *parity.given(case))[0, :-3]
+        got = _logits(model, row, segments.astype(np.int32), *parity.inputs_of(case))[0, :-3]
         assert_close(got, want.reshape(got.shape), CLOSE)
 
     @pytest.mark.full
     def test_prefill_and_decode_equal_the_full_pass(self, name, exact):
         """Prompts of different lengths with all of their inputs, more text of one, then token by token."""
         case, _, model = exact(name)
-        (rows, length), inputs = case["tokens"].shape, parity.given(case)
+        (rows, length), inputs = case["tokens"].shape, parity.inputs_of(case)
         want, done = _logits(model, case["tokens"], None, *inputs), np.zeros(rows, int)
         got, cache = np.zeros_like(want), model.init_cache(rows, length, dtype=_dtype(model), rope_length=length)
         new, seen = np.array(self.prompts), parity._given(*inputs)
@@ -90,7 +90,7 @@ class InputConformance(Conformance):
         order = [i % len(self.prompts) for i in range(8)]
         with sharding.use(layout):
             got = _logits(spread, case["tokens"][order], None, **self.by_row(case, *order))
-        assert_close(got, _logits(model, case["tokens"], None, *parity.given(case))[order], CLOSE)
+        assert_close(got, _logits(model, case["tokens"], None, *parity.inputs_of(case))[order], CLOSE)
 
 
 @jax.jit

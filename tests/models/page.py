@@ -39,7 +39,7 @@ def distances(family: str, name: str) -> list[float]:
     case = parity.golden(family)[name]
     with tempfile.TemporaryDirectory() as scratch:
         model = maxlib.from_pretrained(parity.directory(Path(scratch) / "model", case))
-        logits, gradients = parity.ours(model, case["tokens"], Path(scratch) / "gradients", *parity.given(case))
+        logits, gradients = parity.ours(model, case["tokens"], Path(scratch) / "gradients", *parity.inputs_of(case))
     norms = {tensor: norm for tensor, (norm, _) in case["gradients"].items()}
     errors = [abs(np.linalg.norm(g) / norms[tensor] - 1) for tensor, g in gradients.items() if norms[tensor] > 1e-6]
     worst = np.abs(logits - case["logits"]).max() / case["logits"].std(), max(errors)

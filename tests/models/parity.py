@@ -122,7 +122,7 @@ def source(case: dict[str, Any]) -> nn.Source | None:
     return nn.Source(ids, valid=(np.arange(17) >= np.array([[0], [3]])) & (np.arange(17) < np.array([[17], [15]])))
 
 
-def given(case: dict[str, Any]) -> tuple[Any, ...]:
+def inputs_of(case: dict[str, Any]) -> tuple[Any, ...]:
     """The images and the sound of a case; of an encoder-decoder its source too."""
     return (images(case), audio(case)) if (read := source(case)) is None else (None, None, read)
 
@@ -242,7 +242,7 @@ def seen(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     if case["config"]["model_type"].startswith("gemma4"):
         return seen_by_gemma(case, pictures, ids, dtype) | heard(case, ids, dtype)
     if case["config"]["vision_config"]["model_type"] == "pixtral":  # which takes images, padded to a common size
-        pixels, sizes = whole(case, pictures)
+        pixels, sizes = put_together(case, pictures)
         return {"pixel_values": torch.from_numpy(pixels).to(dtype), "image_sizes": torch.from_numpy(sizes).long()}
     if case["config"]["model_type"] == "kimi_k25":  # whose patches lie row by row
         patches = [pixels.reshape(-1, *pixels.shape[2:]) for pixels in row_by_row(pictures, 2)]
@@ -293,7 +293,7 @@ def heard(case: dict[str, Any], ids: Any, dtype: Any) -> dict[str, Any]:
     return {"input_features": frames, "input_features_mask": torch.from_numpy(mask)}
 
 
-def whole(case: dict[str, Any], pictures: nn.vision.Patches) -> tuple[np.ndarray, np.ndarray]:
+def put_together(case: dict[str, Any], pictures: nn.vision.Patches) -> tuple[np.ndarray, np.ndarray]:
     """Images put together again patch by patch, and their heights and widths."""
     p, m = case["config"]["vision_config"]["patch_size"], case["config"].get("spatial_merge_size", 1)
     pixels, sizes, patches = [], np.asarray(pictures.grids)[:, 1:] * p, iter(np.asarray(pictures.pixels))

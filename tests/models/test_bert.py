@@ -15,7 +15,6 @@ from tests.models.encoder_decoder import EncoderConformance
 class TestBert(EncoderConformance):
     family = "bert"
     config = "BertConfig"
-    gradients_by_default = True
     base = {name: value for name, value in BASE.items() if name != "num_key_value_heads"} | {
         "max_position_embeddings": 64
     }
@@ -89,12 +88,12 @@ def test_classes_are_those_of_transformers(kind, tmp_path):
         if kind == "Bert"
         else {}
     )
-    given = {"token_type_ids": torch.from_numpy(np.array(types["token_types"])).long()} if types else {}
+    typed = {"token_type_ids": torch.from_numpy(np.array(types["token_types"])).long()} if types else {}
     out = theirs(
         torch.from_numpy(tokens).long(),
         attention_mask=torch.from_numpy(mask).long(),
         labels=torch.tensor([2, 0]),
-        **given,
+        **typed,
     )
     hidden = model(jnp.asarray(tokens), valid=jnp.asarray(mask), dtype=jnp.float32, **types).hidden
     assert_close(model.logits(hidden)[:, 0], out.logits.detach().numpy(), 1e-4)
@@ -106,7 +105,7 @@ def test_classes_are_those_of_transformers(kind, tmp_path):
     targets = np.full((2, 24), -1, np.int32)
     targets[:, 0] = [2, 0]
     batch = {"tokens": jnp.asarray(tokens), "targets": jnp.asarray(targets), "valid": jnp.asarray(mask)}
-    if not given:
+    if not typed:
         total, stats = training.NextToken()(model, batch, dtype=jnp.float32)
         np.testing.assert_allclose(total / stats.num_targets, out.loss.item(), rtol=1e-4)
     maxlib.save_pretrained(model, tmp_path / "ours")
@@ -116,7 +115,7 @@ def test_classes_are_those_of_transformers(kind, tmp_path):
     assert not any(info.values()), info
     assert again.config.id2label == {0: "bad", 1: "fair", 2: "good"}
     assert_close(
-        again.eval()(torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask).long(), **given)
+        again.eval()(torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask).long(), **typed)
         .logits.detach()
         .numpy(),
         out.logits.detach().numpy(),

@@ -20,6 +20,7 @@ from maxlib.weights import HFConfig
 from maxlib.weights.files import Header, write_file
 from tests.models import parity
 from tests.models.conformance import BASE, Conformance, _logits, assert_close
+from tests.nn.tiny import filled
 
 YARN = {
     "rope_type": "yarn",
@@ -134,7 +135,7 @@ def test_files_of_the_release(tmp_path):
     """Its names, FP8 matrices in blocks of 128 x 128, and FP4 experts: equal to plain weights of the same values."""
     config = parity.golden("deepseek_v4")["every_kind"]["config"] | {"hidden_size": 160, "moe_intermediate_size": 32}
     cfg, random = deepseek_v4.FIELDS.read(HFConfig(config)), np.random.default_rng(0)
-    maxlib.save_pretrained(deepseek_v4.DeepSeekV4(cfg, rngs=nnx.Rngs(0)), tmp_path / "plain")
+    maxlib.save_pretrained(filled(lambda: deepseek_v4.DeepSeekV4(cfg, rngs=nnx.Rngs(0))), tmp_path / "plain")
     plain, release = load_file(tmp_path / "plain" / "model.safetensors"), {}
     for name, value in plain.items():
         renamed = name.removeprefix("model.").replace("attn.norm.", "attn.kv_norm.")
@@ -229,10 +230,10 @@ def test_the_module_predicts_as_the_formulas_say(tmp_path):
 
 def test_the_module_is_read_and_written_as_released(tmp_path):
     path, module = with_module(tmp_path / "released")
-    assert len(maxlib.from_pretrained(path).mtp) == 0
-    for num_mtp in (0, 1):
-        out = tmp_path / str(num_mtp)
-        maxlib.save_pretrained(maxlib.from_pretrained(path, num_mtp=num_mtp), out)
+    for num_mtp, asked in ((0, {}), (1, {"num_mtp": 1})):
+        model, out = maxlib.from_pretrained(path, **asked), tmp_path / str(num_mtp)
+        assert len(model.mtp) == num_mtp
+        maxlib.save_pretrained(model, out)
         got, want = load_file(out / "model.safetensors"), load_file(path / "model.safetensors")
         assert want.keys() - got.keys() == ({*()} if num_mtp else module.keys())
         assert all(value.tobytes() == want[name].tobytes() for name, value in got.items())

@@ -112,7 +112,7 @@ class TestGemma4Audio(InputConformance):
 
     def by_row(self, case: dict[str, Any], *rows: int) -> dict[str, Any]:
         """The images and clips of some rows of tokens, a row for each."""
-        (images, audio), first = parity.given(case), np.cumsum([0, *COUNTS])
+        (images, audio), first = parity.inputs_of(case), np.cumsum([0, *COUNTS])
         clips_of_rows = [range(first[row], first[row + 1]) for row in rows]
         width = audio.frames.shape[-1]
         frames = [audio.frames[i, : audio.lengths[i]] for clips in clips_of_rows for i in clips]
@@ -169,7 +169,7 @@ class TestGemma4Audio(InputConformance):
         theirs = transformers.AutoModelForImageTextToText.from_pretrained(directory, **how)
         rows = [case["tokens"][0, :18].tolist(), case["tokens"][1, :13].tolist(), case["tokens"][2, :5].tolist()]
         ours, by_row = inference.Generator(model, dtype=jnp.float32), [self.by_row(case, row) for row in range(3)]
-        images, audio = parity.given(case)
+        images, audio = parity.inputs_of(case)
         got = ours.generate(rows, images=images, audio=audio, max_new_tokens=8)
         engine = inference.LocalEngine(model, slots=2, capacity=48, dtype=jnp.float32)
         media = {"audio": [by_row[0]["audio"], by_row[1]["audio"], None]}
@@ -203,7 +203,7 @@ class TestGemma4Audio(InputConformance):
 
     def test_sound_that_does_not_fit_is_refused(self, made):
         case, _, model = made(next(iter(self.cases)))
-        rows, (images, audio) = case["tokens"], parity.given(case)
+        rows, (images, audio) = case["tokens"], parity.inputs_of(case)
         call = lambda **changes: model.check_inputs(rows, images=images, audio=dataclasses.replace(audio, **changes))
         with pytest.raises(ValueError, match=r"hold \[17\] audio placeholders .* make \[16\] vectors"):
             call(lengths=np.array([29, 9, 17], np.int32))
@@ -217,7 +217,7 @@ class TestGemma4Audio(InputConformance):
         with pytest.raises(ValueError, match="must be nn.audio.Clips .*, got ndarray"):
             model.check_inputs(rows, images=images, audio=audio.frames)
         with pytest.raises(ValueError, match="have 17 audio placeholders, but no audio was given"):
-            inference.generate(model, case["tokens"].tolist(), images=images, max_new_tokens=2)
+            model.check_inputs(rows, images=images)
 
     @pytest.mark.full
     def test_placeholders_without_sound_show_inside_jit(self, made):

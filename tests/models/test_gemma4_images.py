@@ -154,8 +154,8 @@ def test_heads_turn_by_column_then_row():
     head = np.random.RandomState(0).standard_normal(H)
     norm = towers.AxialNorm(H)
     with jax.enable_x64(True):
-        cos, sin = SEE.rope.tables(jnp.array([[[x, y]]]))
-        got = ops.apply_rope(norm(jnp.asarray(head)[None, None, None]), cos, sin)[0, 0, 0]
+        turned = jax.jit(lambda head: ops.apply_rope(norm(head), *SEE.rope.tables(jnp.array([[[x, y]]]))))
+        got = turned(head[None, None, None])[0, 0, 0]
     unit = head / np.sqrt((head**2).mean() + 1e-6)
     want = np.zeros(H)
     for axis, place in enumerate((x, y)):

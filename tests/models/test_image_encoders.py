@@ -1,5 +1,6 @@
 """Parts of image encoders: which patches become one vector, and sizes that are refused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ def test_pooling_takes_squares():
     model = _gemma3_vision.PoolProjector(cfg, 1, rngs=nnx.Rngs(0))
     model.norm = jnp.asarray
     model.proj.w[...] = jnp.ones((1, 1))
-    got = model(jnp.arange(16.0).reshape(1, 16, 1))
+    got = jax.jit(model)(jnp.arange(16.0).reshape(1, 16, 1))
     np.testing.assert_array_equal(got.reshape(-1), [2.5, 4.5, 10.5, 12.5])
 
 
@@ -24,7 +25,7 @@ def test_shuffling_puts_squares_side_by_side():
     model = _llama4_vision.ShuffleProjector(cfg, 1, rngs=nnx.Rngs(0))
     model.down.w[...], model.proj.w[...] = jnp.eye(4), jnp.array([[1.0, 10.0, 100.0, 1000.0]])
     model.up.w[...] = jnp.eye(4)
-    got = model(64 * jnp.arange(16.0).reshape(1, 16, 1))  # so far from zero GELU is the identity
+    got = jax.jit(model)(64 * jnp.arange(16.0).reshape(1, 16, 1))  # so far from zero GELU is the identity
     np.testing.assert_allclose(got.reshape(-1) / 64, [5410, 7632, 14_298, 16_520], rtol=1e-6)
 
 

@@ -13,7 +13,6 @@ from tests.models.conformance import BASE, YARN, Conformance
 
 class TestMixtral(Conformance):
     family = "mixtral"
-    gradients_by_default = True
     config = "MixtralConfig"
     base = BASE | {"intermediate_size": 12, "num_local_experts": 6}
     cases = {

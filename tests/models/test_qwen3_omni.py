@@ -125,7 +125,7 @@ class TestQwen3Omni(InputConformance):
 
     def by_row(self, case: dict[str, Any], *rows: int) -> dict[str, Any]:
         """The images and clips of some rows of tokens, a row for each."""
-        (images, clips), inputs = parity.given(case), {}
+        (images, clips), inputs = parity.inputs_of(case), {}
 
         def of(first: int) -> tuple[list[int], list[int]]:
             """Which of all are those of the rows, by the id that begins each, and how many each row has."""
@@ -156,7 +156,7 @@ class TestQwen3Omni(InputConformance):
         case, directory, model = made(name)
         how = {"attn_implementation": "eager", "experts_implementation": "eager"}
         theirs = parity.auto("qwen3_omni_moe").from_pretrained(directory, **how).thinker
-        images, audio = parity.given(case)
+        images, audio = parity.inputs_of(case)
         ids = torch.from_numpy(case["tokens"]).long()
         options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         with torch.no_grad():

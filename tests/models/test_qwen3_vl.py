@@ -43,6 +43,7 @@ class TestQwen3VL(ImageConformance):
         "vision_config.num_position_embeddings": 24,
     }
 
+    @pytest.mark.full
     def test_three_positions_of_text_are_one(self, made):
         case, _, model = made("two_added")
         text = np.minimum(case["tokens"], 50)

@@ -46,6 +46,7 @@ TEXT = {name: value for name, value in BASE.items() if name != "intermediate_siz
 }
 
 
+@pytest.mark.full  # by default its relative below
 class TestQwen4Exp(Conformance):
     family = "qwen4_exp"
     config = "Qwen4ExpTextConfig"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlib import nn
+from maxlib import adapters, nn, quantization
 from tests.models.parity import QUICK
 
 DIM, MLP, E, X = 16, 12, 6, 2
@@ -23,7 +23,7 @@ def input_router():
 def filled(make, seed=0):
     """The module with random values everywhere, biases too, and nothing to compile."""
     rng = np.random.default_rng(seed)
-    draw = lambda a: jnp.asarray(rng.normal(size=a.shape) * (0.5 if a.ndim == 2 else 0.3), a.dtype)
+    draw = lambda a: jnp.asarray((rng.normal(size=a.shape) * (0.5 if a.ndim == 2 else 0.3)).astype(a.dtype))
     return jax.tree.map(draw, jax.eval_shape(make))
 
 
@@ -31,14 +31,26 @@ def moe(*, make_router=router, mlp_dim=MLP, **options):
     return filled(lambda: nn.MoE(DIM, mlp_dim, router=make_router(), rngs=nnx.Rngs(0), **options))
 
 
+def with_nvfp4(layer):
+    return quantization.for_training(layer, [quantization.Rule(quantization.TRAINING["nvfp4"])])
+
+
+def with_dora(layer):
+    rules = [adapters.Rule(adapters.LoRA(2, 4, dora=True), kinds=("expert",))]
+    return adapters.add(layer, rules, rngs=nnx.Rngs(2))
+
+
 def inputs(B=4, T=7, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, DIM)), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, DIM)).astype(np.float32))
+
+
+@jax.jit
+def context(valid):
+    return nn.make_context(*valid.shape, valid=valid)
 
 
 def lengths(*each, T=7):
-    return jax.jit(lambda valid: nn.make_context(*valid.shape, valid=valid))(
-        np.arange(T)[None] < np.array(each)[:, None]
-    )
+    return context(np.arange(T)[None] < np.array(each)[:, None])
 
 
 @jax.jit

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from maxlib import nn
+from tests.nn.tiny import filled
 
 DIM, SEQ = 16, 80
 X = np.random.default_rng(0).normal(size=(2, SEQ, DIM)).astype(np.float32)
@@ -27,13 +28,11 @@ KINDS = {
 
 @functools.cache
 def layer(kind: str) -> nn.SequenceMixer:
-    """With rates about 0.05, so that a state which is not reset shows, and biases that are not zero."""
-    made = jax.jit(lambda: KINDS[kind](DIM, rngs=nnx.Rngs(0)))()
+    """With rates about 0.05, so that a state which is not reset shows."""
+    made = filled(lambda: KINDS[kind](DIM, rngs=nnx.Rngs(0)))
     if kind != "convolution":
         made.a_log[...] = jnp.log(0.05) + 0 * made.a_log[...]
         made.dt_bias[...] = 0 * made.dt_bias[...]
-    if isinstance(made, nn.Mamba2):
-        made.x_conv_bias[...] += 0.3
     return made
 
 

@@ -129,15 +129,11 @@ def test_temperature_counts_within_documents():
 SPLITS = [[7, 1, 1, 1, 1], [1, 1, 7, 1, 1], [1] * 11]
 
 
-@few("causal", "both", "prefix")
+@few("both", "prefix")
 def test_prefill_and_decode_equal_the_full_pass(name):
-    prefills_and_decodes(name, SPLITS)
-
-
-def prefills_and_decodes(name, splits):
     layer, x = build(MASKS[name]), inputs()
     want, empty = run(layer, x), layer.init_cache(2, 16, jnp.float32)
-    for chunks in splits:
+    for chunks in SPLITS:
         if name == "prefix":  # a prefix is seen whole only where it comes in one call
             chunks = [max(chunks[0], 4), *[1] * (11 - max(chunks[0], 4))]
         cache, length, got = empty, 0, []
@@ -191,7 +187,7 @@ def test_packed_documents_equal_separate_ones(name):
     np.testing.assert_array_equal(packed[:, 9:], 0)
 
 
-@few("causal", "both")
+@few("both")
 def test_padding_changes_nothing(name):
     """To the left and to the right."""
     layer, x = build(MASKS[name]), inputs(2, 11)

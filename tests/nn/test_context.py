@@ -104,7 +104,7 @@ def test_a_document_is_rotated_by_its_own_length(name):
         def rotary(length, documents=1, **inputs):
             return jnp.stack(nn.make_context(documents, length, **inputs).rotary(rope))
 
-        def own(places):
+        def chosen(places):
             """Positions; those of M-RoPE jump by two in their last row."""
             places = jnp.asarray(places, jnp.int32)[None]
             return jnp.stack([places, places, 2 * places], axis=-1) if rows else places
@@ -119,8 +119,8 @@ def test_a_document_is_rotated_by_its_own_length(name):
             "padded": rotary(12, 2, valid=valid),
             "packed": rotary(16, segment_ids=packed),
             "cached": rotary(12, 2, valid=right, cache=empty),
-            "own alone": (rotary(SHORT, positions=own(range(SHORT))), rotary(LONG, positions=own(range(LONG)))),
-            "own packed": rotary(16, segment_ids=packed, positions=own(places)),
+            "own alone": (rotary(SHORT, positions=chosen(range(SHORT))), rotary(LONG, positions=chosen(range(LONG)))),
+            "own packed": rotary(16, segment_ids=packed, positions=chosen(places)),
         }
 
     got = jax.device_get(tables())

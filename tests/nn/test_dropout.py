@@ -88,4 +88,4 @@ def test_wrong_rates_and_names_are_errors(model):
     with pytest.raises(ValueError, match=r"below 1, got \{'mlp': 1\}"):
         nn.with_dropout(model, {"mlp": 1}, KEY)
     with pytest.raises(KeyError, match="residual"):
-        nn.with_dropout(model, {"residual": 0.1}, KEY)(tokens(1, 4))
+        jax.eval_shape(lambda ids: nn.with_dropout(model, {"residual": 0.1}, KEY)(ids), tokens(1, 4))

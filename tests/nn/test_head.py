@@ -42,8 +42,9 @@ def test_all_presets_are_here():
 @functools.cache
 def inputs(vocab):
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(16, 8, D)), jnp.float32)
-    return hidden, jnp.asarray(rng.integers(-1, vocab, (16, 8)), jnp.int32), nn.Embed(vocab, D, rngs=nnx.Rngs(0))
+    hidden = jnp.asarray(rng.normal(size=(16, 8, D)).astype(np.float32))
+    targets = jnp.asarray(rng.integers(-1, vocab, (16, 8)).astype(np.int32))
+    return hidden, targets, nn.Embed(vocab, D, rngs=nnx.Rngs(0))
 
 
 @functools.partial(jax.jit, compiler_options=QUICKLY)
@@ -123,9 +124,10 @@ def test_a_compiled_step_never_holds_all_logits():
 
 
 def test_streams_behind_a_teachers_hidden_state_do_not_count():
-    hidden, teacher = jax.random.normal(jax.random.key(0), (2, 1, 4, 6))
-    weight, others = jax.random.normal(jax.random.key(1), (2, 8, 6))
-    where = jnp.ones((1, 4), bool)
-    wide = jnp.concatenate([teacher, 9 * teacher], axis=-1)
-    plain, behind = (nn.distillation.token_divergence(hidden, weight, t, others, where) for t in (teacher, wide))
+    random = np.random.default_rng(0)
+    hidden, teacher = random.normal(size=(2, 1, 4, 6)).astype(np.float32)
+    weight, others = random.normal(size=(2, 8, 6)).astype(np.float32)
+    divergence = jax.jit(nn.distillation.token_divergence)
+    wide = np.concatenate([teacher, 9 * teacher], axis=-1)
+    plain, behind = (divergence(hidden, weight, t, others, np.ones((1, 4), bool)) for t in (teacher, wide))
     np.testing.assert_array_equal(plain, behind)

@@ -2,7 +2,6 @@
 and attention to gathered latents, which is that under a mask.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -28,10 +27,16 @@ SCALE = 0.4
 
 
 @functools.cache
-def layer(loss: nn.IndexLoss | None = None, gather: bool | None = None) -> nn.SparseMLA:
-    """Of the same weights for any loss."""
-    options = dict(top_k=TOP, index_loss=loss, gather=gather)
+def trained_layer() -> nn.SparseMLA:
+    options = {"top_k": TOP, "index_loss": nn.IndexLoss()}
     return jax.jit(lambda: nn.SparseMLA(DIM, **SIZES, **INDEX, **options, rngs=nnx.Rngs(0)))()
+
+
+def layer(loss: nn.IndexLoss | None, gather: bool | None = None) -> nn.SparseMLA:
+    """Of the same weights for any loss."""
+    copied = jax.tree.map(lambda a: a, trained_layer())
+    copied.index_loss, copied.gather = loss, gather
+    return copied
 
 
 def run(layer, x, segment_ids=None):
@@ -96,7 +101,7 @@ def test_the_loss_and_its_gradient_are_the_formula(kind, chunks, monkeypatch):
     }
     places = {key: paths for key, paths in places.items() if paths}
     truth = lambda *index: formula(index, q, one_by_head.transpose(0, 2, 1, 3), places)
-    single = lambda a: jnp.asarray(a, jnp.float32)
+    single = lambda a: jnp.asarray(a.astype(np.float32))
     chosen = Chosen(jnp.asarray(start), jnp.asarray(end), None if kind == "all" else jnp.asarray(best))
     attended = Attended(single(q), single(keys), chosen, SCALE)
     loss = lambda *index: divergence(Index(*index), attended)
@@ -168,11 +173,9 @@ def test_the_loss_and_the_output_train_different_weights(dense, gather):
         assert np.abs(results[learns][path]).max() > 1e-6 and not np.any(results[rests][path]), path
 
 
-def test_gathered_latents_are_those_under_a_mask(monkeypatch):
-    """Outputs, losses and all gradients; documents and padding in a row; also in several chunks."""
+def test_gathered_latents_are_those_under_a_mask():
+    """Outputs, losses and all gradients; documents and padding in a row. In several chunks: on eight devices, below."""
     jax.tree.map(close, once(False, True), once(False, False))
-    in_chunks(monkeypatch, 2 * SEQ * (SIZES["num_heads"] + 12) * TOP // 5)
-    jax.tree.map(close, computed(layer(nn.IndexLoss(), True), X, SEGMENTS), once(False, False))
 
 
 def in_chunks(monkeypatch, numbers: int) -> None:
@@ -221,9 +224,10 @@ def test_a_layer_on_eight_devices_is_that_on_one(kind, gather, monkeypatch):
 # ---------------------------------------------------------------------------------------------- learning
 
 
+@pytest.mark.full
 def test_an_indexer_learns_what_attention_looks_at():
     """In the warm-up the loss falls, and the chosen keys get more of attention, of what the best choice would get."""
-    mixer = jax.tree.map(lambda a: a, layer(nn.IndexLoss(dense=True)))
+    mixer = layer(nn.IndexLoss(dense=True))
     mixer.q_up.w.set_value(3 * mixer.q_up.w.get_value())  # sharper
     trained, rest = nn.partition(mixer, training.trainable_only("indexer.*"))
     rng, optimizer = np.random.default_rng(0), optax.adam(1e-2)
@@ -289,12 +293,7 @@ def on_one_device() -> tuple:
 def test_a_scanned_model_reports_each_layer():
     report = jax.eval_shape(LOSS, model(False), packed(CFG.vocab))[1].sums["loss/indexer"]
     assert report.shape == (CFG.num_layers,)
-    assert "loss/indexer" not in jax.eval_shape(LOSS, untrained(), packed(CFG.vocab))[1].sums
-
-
-def untrained() -> deepseek_v32.DeepSeekV32:
-    cfg = dataclasses.replace(CFG, index_loss=None)
-    return jax.eval_shape(lambda: deepseek_v32.DeepSeekV32(cfg, rngs=nnx.Rngs(0)))
+    assert "loss/indexer" not in jax.eval_shape(run, layer(None), X)[1]
 
 
 @pytest.mark.full

@@ -28,14 +28,14 @@ class Own(nnx.Module):
 STACKED, MINE, UNNAMED = "layers.groups.0.0.w", "groups.0.w", "lists.0.conv"
 
 
-def own() -> Own:
+def abstract_own() -> Own:
     return jax.eval_shape(Own)
 
 
 def test_names_say_what_is_stacked():
-    axes = nn.tree.axes(own())
+    axes = nn.tree.axes(abstract_own())
     assert axes[STACKED] == ("layers", "mlp", "embed") and axes[MINE] == ("mlp", "embed") and axes[UNNAMED] == ()
-    assert nn.tree.stacked_paths(own()) == {STACKED}
+    assert nn.tree.stacked_paths(abstract_own()) == {STACKED}
     model = abstract_model("aabcdcd")
     assert nn.tree.axes(model)["layers.groups.0.0.w"] == ("unstaged_layers", "embed", "mlp")
     assert nn.tree.axes(model)["layers.groups.1.0.w"] == ("embed", "mlp")
@@ -43,7 +43,7 @@ def test_names_say_what_is_stacked():
 
 
 def test_patterns_leave_out_the_layouts_of_stacks_alone():
-    short = nn.tree.pattern_paths(own())
+    short = nn.tree.pattern_paths(abstract_own())
     assert short[STACKED] == "layers.w" and short[MINE] == MINE and short[UNNAMED] == UNNAMED
     assert {*nn.tree.pattern_paths(abstract_model("aabcdcd")).values()} == {
         "head",
@@ -51,7 +51,7 @@ def test_patterns_leave_out_the_layouts_of_stacks_alone():
         "layers.scale",
         "layers.count",
     }
-    assert {*nn.tree.pattern_paths(own().layers).values()} == {"w"}
+    assert {*nn.tree.pattern_paths(abstract_own().layers).values()} == {"w"}
 
 
 def test_a_stack_inside_a_layer_has_two_axes_and_one_pattern():
@@ -70,14 +70,17 @@ def test_a_stack_inside_a_layer_has_two_axes_and_one_pattern():
 
 
 def test_optimizers_count_the_dimensions_of_one_layer():
-    params, _ = nn.partition(own())
-    decays = training.decay_mask(own())(params)
+    params, _ = nn.partition(abstract_own())
+    decays = training.decay_mask(abstract_own())(params)
     assert decays == {STACKED: True, MINE: True, "groups.1.w": True, UNNAMED: False}
-    dims = muon_dimensions(own())
+    dims = muon_dimensions(abstract_own())
     assert dims[STACKED] == optax.contrib.MuonDimensionNumbers((2,), (1,))
     assert dims[MINE] == optax.contrib.MuonDimensionNumbers((1,), (0,))
-    assert dict(_groups(params, nn.tree.stacked_paths(own()))) == {None: [MINE, "groups.1.w", UNNAMED], 3: [STACKED]}
-    rates = training.scale_by_path({"groups.*": 0.5, "layers.w": 2.0}, model=own())
+    assert dict(_groups(params, nn.tree.stacked_paths(abstract_own()))) == {
+        None: [MINE, "groups.1.w", UNNAMED],
+        3: [STACKED],
+    }
+    rates = training.scale_by_path({"groups.*": 0.5, "layers.w": 2.0}, model=abstract_own())
     ones = {path: jnp.ones(x.shape) for path, x in params.items()}
     updates, _ = rates.update(ones, rates.init(ones))
     assert {path: float(u.mean()) for path, u in updates.items()} == {
@@ -90,7 +93,7 @@ def test_optimizers_count_the_dimensions_of_one_layer():
 
 def test_layers_memory_is_for_layers():
     layout = sharding.Layout(sharding.make_mesh(fsdp=8), sharding.FSDP | sharding.OFFLOAD_LAYERS)
-    place = lambda path: layout.sharding(path, nn.variables(own())[path]).memory_kind
+    place = lambda path: layout.sharding(path, nn.variables(abstract_own())[path]).memory_kind
     assert place(STACKED) == "pinned_host" and place(MINE) != "pinned_host"
 
 
@@ -119,6 +122,6 @@ def test_quantization_changes_what_it_knows_in_its_own_place():
 
 
 def test_a_table_groups_the_layers_of_stacks():
-    rows = [line.split() for line in nn.summary(own()).splitlines()]
+    rows = [line.split() for line in nn.summary(abstract_own()).splitlines()]
     assert ["layers.w", "3", "x", "8", "8", "mlp", "embed", "float32", "192"] in rows
     assert ["groups.0.w", "8", "8", "mlp", "embed", "float32", "64"] in rows

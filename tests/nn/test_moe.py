@@ -28,6 +28,8 @@ from tests.nn.experts import (
     moe,
     router,
     value_and_gradients,
+    with_dora,
+    with_nvfp4,
 )
 
 
@@ -97,6 +99,28 @@ def test_all_padding_is_finite():
     (y, aux), grads = jax.device_get(got)
     assert not y.any() and all(np.isfinite(v).all() for v in aux.values())
     assert all(not g.any() for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("change", [with_nvfp4, with_dora])
+def test_rows_of_no_expert_change_nothing(change):
+    """Neither a scale of all rows nor the gradient of gains; behind a ragged exchange both may be NaN."""
+    counts, used = jnp.array([5, 0, 9, 3, 0, 2]), 19
+    trainable, rest = nn.partition(change(moe(mlp_dim=32)).gate)
+
+    @jax.jit
+    def results(trainable, rows, d):
+        def run(trainable, rows):
+            linear = nn.combine(trainable, rest)
+            return linear.matmul.grouped(rows, linear.stored(rows.dtype), counts)
+
+        out, pull = jax.vjp(run, trainable, rows)
+        d_trainable, d_rows = pull(d)
+        return out[:used], d_trainable, d_rows[:used]
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(24, width)).astype(np.float32) * (np.arange(24) < used)[:, None] for width in (DIM, 32)]
+    unknown = [np.where((np.arange(24) < used)[:, None], a, np.float32("nan")) for a in arrays]
+    jax.tree.map(np.testing.assert_array_equal, results(trainable, *arrays), results(trainable, *unknown))
 
 
 DISPATCHES = [
@@ -278,4 +302,4 @@ def test_balance_is_that_of_more_tokens_than_the_root_of_the_largest_integer():
     ]
     routing = nn.router.Routing(jnp.asarray(parts[0]), *(jnp.asarray(x, jnp.float32) for x in parts[1:]))
     ctx = nn.make_context(1, 70_000, valid=jnp.ones((1, 70_000), bool))
-    np.testing.assert_allclose(nn.router.SwitchBalance(0.5)(routing, ctx), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(nn.router.SwitchBalance(0.5))(routing, ctx), 0.5, rtol=1e-6)

@@ -1,6 +1,5 @@
 """Mixture of experts on eight devices: results equal one device, and the communication between devices."""
 
-import functools
 import math
 import re
 
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlib import adapters, nn, quantization, sharding
+from maxlib import nn, sharding
 from maxlib.nn.experts import _parallel as exchange
-from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, moe, value_and_gradients
+from tests.nn.experts import DIM, LOSSES, MLP, E, X, call, close, in_float64, inputs, lengths, moe
 
 
 def loss_and_gradients(layer, x, valid):
@@ -35,35 +34,7 @@ def test_eight_devices_equal_one():
     close(got, want)
 
 
-SPLIT_EXPERTS = {
-    "one on each device": (dict(expert=8), sharding.EP, (1, MLP, DIM)),
-    "two on each device": (dict(expert=4, data=2), sharding.EP, (2, MLP, DIM)),
-    "in parts": (dict(expert=2, fsdp=2, tensor=2), sharding.PRESETS["ep_tp"], (4, MLP // 2, DIM // 2)),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "two on each device" else pytest.mark.full) for name in SPLIT_EXPERTS],
-)
-def test_experts_split_over_devices_equal_the_loop(name):
-    """Values and gradients."""
-    degrees, rules, part = SPLIT_EXPERTS[name]
-    layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
-    mesh, x, valid = sharding.make_mesh(**degrees), inputs(B=8), np.arange(7)[None] < np.arange(8)[:, None]
-    context = lambda: nn.make_context(*valid.shape, valid=jnp.asarray(valid))
-    want = jax.device_get(value_and_gradients(lambda layer, x: layer.reference(x, context()), layer, x))
-    layout = sharding.Layout(mesh, rules)
-    split = jax.device_put(layer, sharding.shardings(layer, layout))
-    assert split.gate.w[...].addressable_shards[0].data.shape == part
-    with sharding.use(layout):
-        got = value_and_gradients(lambda layer, x: layer(x, context())[0], split, x)
-    close(jax.device_get(got), want)
-
-
-def ragged_all_to_all(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name, fill=jnp.nan
-):
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """Emulates `jax.lax.ragged_all_to_all`, which XLA lacks on CPUs: every device gathers everything and takes the rows
     sent to it.
     """
@@ -75,13 +46,13 @@ def ragged_all_to_all(
     rows = jax.vmap(lambda a, at: a[at])(jax.lax.all_gather(operand, axis_name), (start + row) % operand.shape[0])
     at = jnp.where(row < size, there + row, output.shape[0])
     # What no row is sent to is undefined on accelerators.
-    return jnp.full_like(output, fill).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
+    return jnp.full_like(output, jnp.nan).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
 
 
-FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("dense", "ragged", "ragged in larger buffers")]
+FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("ragged", "ragged in larger buffers")]
 
 
-@pytest.fixture(params=["ragged in tiles", *FULL])
+@pytest.fixture(params=["dense", "ragged in tiles", *FULL])
 def exchanging(request, monkeypatch):
     """The rules of an exchange; a ragged one on CPUs, of single rows or of whole tiles however few rows there are, with
     buffers for about equal shares or, as these are too small, for twice as many.
@@ -98,20 +69,20 @@ def exchanging(request, monkeypatch):
 
 def differentiated(run):
     """Of a loss of the results, the value and the gradients."""
-    return jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(jnp.sin(run(m, x))), argnums=(0, 1)))
+    return jax.jit(jax.value_and_grad(lambda m, x, ctx: jnp.sum(jnp.sin(run(m, x, ctx))), argnums=(0, 1)))
+
+
+looped = differentiated(nn.MoE.reference)
 
 
 def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging):
     """The usual exchange and the one for the worst case, in one program; which one runs is for the data to say."""
     layer = moe(make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1)), bias=True)
     mesh, x = sharding.make_mesh(expert=2, data=2, devices=jax.devices()[:4]), inputs(B=4, T=16)
-    layout = sharding.Layout(mesh, exchanging)
+    layout, ctx = sharding.Layout(mesh, exchanging), lengths(14, 15, 16, 14, T=16)
     split = jax.device_put(layer, sharding.shardings(layer, layout))
-    valid = np.arange(16)[None] < 14 + np.arange(4)[:, None] % 3
     chosen = jax.jit(lambda layer, x: layer.router(x).experts)
-    context = lambda: nn.make_context(*valid.shape, valid=jnp.asarray(valid))
-    gradients = differentiated(lambda m, x: m(x, context())[0])
-    looped = differentiated(lambda m, x: m.reference(x, context()))
+    gradients = differentiated(lambda m, x, ctx: m(x, ctx)[0])
     for even in (True, False):
         for experts in (layer, split):
             experts.router.gate.w[...] = (
@@ -119,35 +90,8 @@ def test_dropless_whether_experts_share_evenly_or_two_get_everything(exchanging)
             )  # equal scores: the first experts win everywhere
         assert (np.bincount(np.ravel(chosen(layer, x))).max() == 4 * 16) != even
         with sharding.use(layout):
-            got = gradients(split, x)
-        close(jax.device_get(got), jax.device_get(looped(layer, x)))
-
-
-def with_nvfp4(layer):
-    return quantization.for_training(layer, [quantization.Rule(quantization.TRAINING["nvfp4"])])
-
-
-def with_dora(layer):
-    rules = [adapters.Rule(adapters.LoRA(2, 4, dora=True), kinds=("expert",))]
-    return adapters.add(layer, rules, rngs=nnx.Rngs(2))
-
-
-@pytest.mark.parametrize("change", [with_nvfp4, with_dora])
-def test_what_no_row_is_sent_to_changes_nothing(change, monkeypatch):
-    """A scale of all rows, and the gradient of an expert's gains, leave it out: it may be NaN."""
-    layer = change(moe(mlp_dim=32, make_router=lambda: nn.Router(DIM, 8, top_k=X, rngs=nnx.Rngs(1))))
-    x = inputs(B=4, T=16)
-    monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
-    ragged = sharding.EP | sharding.ExpertParallel(exchange="ragged")
-    layout = sharding.Layout(sharding.make_mesh(expert=2, data=2, devices=jax.devices()[:4]), ragged)
-    trainable, rest = nn.partition(jax.device_put(layer, sharding.shardings(layer, layout)))
-    results = []
-    for fill in (0.0, jnp.nan):
-        monkeypatch.setattr(jax.lax, "ragged_all_to_all", functools.partial(ragged_all_to_all, fill=fill))
-        with sharding.use(layout):
-            loss = lambda trainable, x: jnp.sum(jnp.sin(nn.combine(trainable, rest)(x)[0]))
-            results.append(jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(trainable, x)))
-    jax.tree.map(np.testing.assert_array_equal, *results)
+            got = gradients(split, x, ctx)
+        close(jax.device_get(got), jax.device_get(looped(layer, x, ctx)))
 
 
 def exchanges_of_a_gradient(layer, behind, policy) -> int:

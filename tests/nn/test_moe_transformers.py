@@ -1,13 +1,12 @@
-"""Routers and blocks of experts against transformers."""
+"""Routers against transformers; families compare their blocks of experts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from maxlib import nn, ops
-from tests.nn.experts import DIM, MLP, E, X, call, close, filled, input_router, inputs, router
+from maxlib import nn
+from tests.nn.experts import DIM, MLP, E, X, input_router, inputs, router
 
 
 def modeling(family):
@@ -108,62 +107,3 @@ def hf_shares(module, x):
         return out[0].detach().numpy()
     _, weights, experts = (part.detach() for part in out)
     return torch.zeros(len(weights), E).scatter_(1, experts, weights).numpy()
-
-
-BLOCKS = {
-    "DeepSeek V3": (
-        "deepseek_v3",
-        "DeepseekV3Config",
-        "DeepseekV3MoE",
-        "gate",
-        {"n_group": 3, "topk_group": 2, "n_shared_experts": 2},
-        ROUTERS["DeepSeek V3"][4],
-    ),
-    "GPT-OSS": ("gpt_oss", "GptOssConfig", "GptOssMLP", "router", {}, {"bias": True}),
-    "Llama 4": ("llama4", "Llama4TextConfig", "Llama4TextMoe", "router", {}, None),
-}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_block_equals_transformers(name):
-    torch = pytest.importorskip("torch")
-    family, config, block, gate, hf_options, options = BLOCKS[name]
-    theirs = randomized(getattr(modeling(family), block)(tiny_config(family, config, **hf_options)))
-    values = numpy_of(theirs)
-    mine = loaded(values, gate, lambda: input_router() if options is None else router(**options), name == "GPT-OSS")
-    x = inputs()
-    want = theirs(torch.tensor(np.asarray(x)))
-    want = (want[0] if isinstance(want, tuple) else want).detach().numpy().reshape(x.shape)
-    close(call(mine, x)[0], want)
-
-
-def loaded(values, gate, make_router, is_gpt_oss):
-    width = next((w.shape[0] for name, w in values.items() if "shared" in name and "up_proj" in name), None)
-    shared = lambda: None if width is None else nn.GatedMLP(DIM, width, rngs=nnx.Rngs(0))
-    activation = ops.ClampedSwiGLU() if is_gpt_oss else ops.swiglu
-    layer = filled(
-        lambda: nn.MoE(
-            DIM, MLP, router=make_router(), shared=shared(), activation=activation, bias=is_gpt_oss, rngs=nnx.Rngs(0)
-        )
-    )
-    layer.router.gate.w[...] = values[f"{gate}.weight"]
-    if layer.router.gate.b is not None:
-        layer.router.gate.b[...] = values[f"{gate}.bias"]
-    if getattr(layer.router, "expert_bias", None) is not None:
-        layer.router.expert_bias[...] = values[f"{gate}.e_score_correction_bias"]
-    gate_up, down = values["experts.gate_up_proj"], values["experts.down_proj"]
-    if gate_up.shape[1] == DIM:  # GPT-OSS and Llama 4 keep them the other way round
-        gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
-    halves = (gate_up[:, ::2], gate_up[:, 1::2]) if is_gpt_oss else (gate_up[:, :MLP], gate_up[:, MLP:])
-    layer.gate.w[...], layer.up.w[...], layer.down.w[...] = *halves, down
-    if is_gpt_oss:
-        bias = values["experts.gate_up_proj_bias"]
-        layer.gate.b[...], layer.up.b[...], layer.down.b[...] = (
-            bias[:, ::2],
-            bias[:, 1::2],
-            values["experts.down_proj_bias"],
-        )
-    for part in ("gate", "up", "down") if width else ():
-        names = [name for name in values if "shared" in name and f"{part}_proj" in name]
-        getattr(layer.shared, part).w[...] = values[names[0]]
-    return layer

@@ -50,6 +50,11 @@ def build(kinds=ALIKE, groups="aaaaaaa"):
     return nn.Stack(make, list(zip(kinds, groups, strict=True)), rngs=nnx.Rngs(3))
 
 
+def built(groups):
+    """Those layers with any values, at once."""
+    return filled(lambda: build(groups=groups))
+
+
 @pytest.mark.parametrize("kinds", [*(pytest.param(k, marks=pytest.mark.full) for k in KINDS[:2]), KINDS[2]], ids=str)
 def test_groups_change_neither_values_nor_results(kinds):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4))
@@ -68,7 +73,7 @@ def test_groups_change_neither_values_nor_results(kinds):
 
 @pytest.mark.parametrize("groups", GROUPINGS)
 def test_where_points_at_each_layer(groups):
-    stack = build(groups=groups)
+    stack = built(groups)
     assert stack.grouping == (*GROUPINGS[groups],)
     leaves = {path: v.get_value() for path, v in nn.variables(stack).items()}
     for i in range(7):
@@ -78,8 +83,9 @@ def test_where_points_at_each_layer(groups):
 
 
 def test_aux_rows_come_in_layer_order():
-    x, kinds = jnp.ones((1, 1, 4)), KINDS[1]
-    scanned, alone = jax.jit(lambda: [build(kinds, groups)(x, 0.0)[2]["load"] for groups in ("aaaaaaa", "abcdefg")])()
+    stack = filled(lambda: build(KINDS[1]))
+    load = lambda stack: stack(jnp.ones((1, 1, 4)), 0.0)[2]["load"]
+    scanned, alone = jax.jit(lambda stack: (load(stack), load(stack.unstacked())))(stack)
     np.testing.assert_allclose(scanned, alone, rtol=1e-6)
     assert scanned.shape == (3,)
 
@@ -159,7 +165,7 @@ def test_a_pipeline_splits_the_group_with_the_most_layers(kinds, staged):
     + [pytest.param(r, marks=pytest.mark.full) for r in ("dots", ("h",), jax.checkpoint_policies.everything_saveable)],
 )
 def test_remat_changes_no_gradient(remat):
-    stack, x = jax.jit(lambda: build(groups="abcbcbc"))(), jnp.ones((2, 3, 4))
+    stack, x = built("abcbcbc"), jnp.ones((2, 3, 4))
     loss = lambda stack, remat: jnp.sum(stack(x, 0.1, remat=remat)[0] ** 2)
     want, got = jax.jit(lambda stack: [jax.grad(loss)(stack, policy) for policy in (None, remat)])(stack)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(a).max()), want, got)
@@ -169,7 +175,8 @@ def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
     mesh = sharding.make_mesh(fsdp=4, data=2)
     layout = sharding.Layout(mesh, sharding.FSDP)
     with sharding.use(layout):
-        stack, x = sharding.init_sharded(lambda: build(groups="abcbcbc"), layout), jnp.ones((8, 3, 4))
+        stack, x = built("abcbcbc"), jnp.ones((8, 3, 4))
+        stack = jax.device_put(stack, sharding.shardings(stack, layout))
         gradient = lambda stack: jax.grad(lambda stack: jnp.sum(stack(x, 0.1, remat="full")[0] ** 2))(stack)
         want = jax.jit(gradient)(stack)
         monkeypatch.setattr("maxlib.nn.stack._run.current_device", lambda: ("gpu", "NVIDIA H100"))
@@ -180,11 +187,11 @@ def test_on_gpus_layers_stay_as_they_lie_and_nothing_else_changes(monkeypatch):
 
 def test_unknown_remat_is_refused():
     with pytest.raises(ValueError, match="remat must be None, one of"):
-        build()(jnp.ones((1, 1, 4)), 0.0, remat="most")
+        built("aaaaaaa")(jnp.ones((1, 1, 4)), 0.0, remat="most")
 
 
 def test_other_groups_are_a_stack_of_its_own():
-    stack = build(groups="abccccc")
+    stack = built("abccccc")
     before = [np.asarray(stack[i].proj.w[...]) for i in range(7)]
     for other in (stack.unstacked(), stack.restacked(), stack.restacked("abcdddd"), nn.unstack(stack)):
         other._layer(0).proj.w.set_value(jnp.zeros((4, 4)))
@@ -196,8 +203,8 @@ def test_other_groups_are_a_stack_of_its_own():
 
 def test_a_part_without_the_axis_of_layers_is_named():
     """Without the check, `lax.scan` reports sizes alone."""
-    stack, x = build(groups="abcbcbc"), jnp.ones((1, 2, 4))
-    stack.groups[1][1].proj = nn.Einsum("...D,ED->...E", (4, 4), ("embed", "mlp"), rngs=nnx.Rngs(0))
+    stack, x = built("abcbcbc"), jnp.ones((1, 2, 4))
+    stack.groups[1][1].proj = stack[0].proj
     with pytest.raises(
         ValueError, match=r"1.proj.w of a scanned block lacks the axis of layers, of size 3: .*unstacked"
     ):

@@ -36,7 +36,8 @@ def filled(make: Callable[[], Any], seed: int = 0) -> Any:
         x, is_matrix = variable.get_value(), len(nn.tree.own_axes(axes[path])) > 1
         value = rng.normal(size=x.shape) * (0.15 if is_matrix else 0.1) + (not is_matrix)
         fixed = np.full(x.shape, float("norm" in nn.tree.own_axes(axes[path])))
-        variable.set_value(jnp.asarray(value if isinstance(variable, nnx.Param) else fixed, x.dtype))
+        value = value if isinstance(variable, nnx.Param) else fixed
+        variable.set_value(jnp.asarray(value.astype(x.dtype)))  # cast by JAX, each shape would compile
     return model
 
 
@@ -57,4 +58,4 @@ def _initial(cfg: llama.Config, seed: int):
 
 
 def tokens(batch: int, seq: int, *, vocab: int = LLAMA.vocab, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, vocab, (batch, seq)), jnp.int32)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, vocab, (batch, seq)).astype(np.int32))

@@ -198,4 +198,6 @@ def test_peaks():
     kinds |= {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12}
     kinds |= {"NVIDIA H200": 989e12, "NVIDIA H20": 148e12, "NVIDIA L40S": 362e12, "NVIDIA GB200": 2500e12}
     assert {kind: chip_of(kind).flops for kind in kinds} == kinds
+    assert [chip_of(f"NVIDIA H{n} NVL").flops for n in (100, 200)] == [835e12, 835e12]  # 15 % less than SXM
+    assert chip_of("NVIDIA A100-PCIE-40GB").memory < 40 * 2**30
     assert chip_of("NVIDIA H20-3e") == chip_of("NVIDIA H20") and chip_of("TPU v3") is None

@@ -47,7 +47,13 @@ def steeper(x):
     return (wide + 0.03 * (wide - jax.lax.stop_gradient(wide))).astype(x.dtype)
 
 
-@pytest.mark.parametrize("case", [SMALL, LATENTS], ids=["cache", "values are channels of the keys"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(SMALL, id="cache"),
+        pytest.param(LATENTS, id="values are channels of the keys", marks=pytest.mark.full),
+    ],
+)
 def test_a_kernel_that_sees_another_key_is_wrong(case):
     chunked = calls.bound("attention", "chunked")
     calls.check(case, chunked, *arrays_and_truth(case, jnp.float32))

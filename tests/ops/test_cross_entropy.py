@@ -25,8 +25,9 @@ def inputs(dtype=jnp.float32):
     nothing = rng.random((B, T)) < 0.25
     targets[nothing] = rng.choice([-1, -100], nothing.sum())  # nothing to learn, of both kinds
     hidden, weight = rng.normal(size=(B, T, D)), rng.normal(size=(V, D))
-    weights = jnp.asarray(rng.random((B, T)), jnp.float32)
-    return jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(targets, jnp.int32), weights
+    dtypes = dtype, dtype, np.int32, np.float32
+    arrays = zip((hidden, weight, targets, rng.random((B, T))), dtypes, strict=True)
+    return tuple(jnp.asarray(a.astype(dtype)) for a, dtype in arrays)
 
 
 def truth(hidden, weight, targets, weights, softcap=None, z_loss=0.0, smoothing=0.0):

@@ -14,7 +14,7 @@ E = 5  # the teacher's width
 
 def teacher():
     rng = np.random.default_rng(7)
-    return jnp.asarray(rng.normal(size=(B, T, E)), jnp.float32), jnp.asarray(rng.normal(size=(V, E)), jnp.float32)
+    return tuple(jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((B, T, E), (V, E)))
 
 
 def log_softmax(z):
@@ -89,7 +89,7 @@ def test_no_gradient_reaches_the_teacher():
 @pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_split_vocabulary_equals_one_device(mesh, check):  # noqa: F811
     rng = np.random.default_rng(0)
-    make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))
     hidden, weight, theirs, table = make(8, T, 8), make(32, 8), make(8, T, E), make(32, E)
     factors = make(8, T)
 

@@ -33,7 +33,7 @@ COMBINES = {"silu": ops.swiglu, "clamped": ops.ClampedSwiGLU(limit=1.0), "gelu":
 def arrays(M, I, O, E, dtype=np.float32, *, weight_order="EOI", biased=False):
     """Rows, gate, up, biases and the gradient of the result."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(dtype))
     shape = (E, O, I) if weight_order == "EOI" else (E, I, O)
     biases = (draw(E, O), draw(E, O)) if biased else ()
     return draw(M, I), 0.1 * draw(*shape), 0.1 * draw(*shape), biases, draw(M, O)
@@ -142,6 +142,7 @@ def test_the_kernel_lowers(name):
 
 
 @no_gpu
+@pytest.mark.full
 def test_its_gradients_lower():
     run = by_kernel(jnp.array([500, 0, 300, 100]), "EIO", ops.swiglu)
     text = lowered(functools.partial(value_and_gradients, run), *shapes(jnp.float32, weight_order="EIO", biased=True))

@@ -28,7 +28,7 @@ COUNTS = {
 
 def arrays(M, I, O, E, dtype=np.float32):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(dtype))
     return draw(M, I), draw(E, O, I), draw(M, O)
 
 

@@ -78,10 +78,10 @@ def test_the_gradient_of_the_weights_is_not_rounded(emulated):
     "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.full)], ids=["bfloat16", "float32"]
 )
 def test_every_kernel_lowers(dtype):
-    assert kernels(both, *given(dtype)) == 3
+    assert kernels(both, *shapes(dtype)) == 3
 
 
-def given(dtype=jnp.bfloat16, lead=()):
+def shapes(dtype=jnp.bfloat16, lead=()):
     """Shapes other than those above, whose traces are the emulator's."""
     array = lambda dtype, *shape: jax.ShapeDtypeStruct((*lead, *shape), dtype)
     rows = 1000
@@ -96,8 +96,9 @@ def kernels(function, *inputs) -> int:
 
 
 @no_gpu
+@pytest.mark.full
 def test_stages_of_a_pipeline_lower():
-    assert kernels(jax.vmap(both), *given(lead=(2,))) >= 3
+    assert kernels(jax.vmap(both), *shapes(lead=(2,))) >= 3
 
 
 @no_gpu
@@ -105,7 +106,7 @@ def test_stages_of_a_pipeline_lower():
 def test_shards_of_rows_lower(check_vma):
     mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")
     options = {"in_specs": (split, P(), P(), split), "out_specs": (split, split, P()), "check_vma": check_vma}
-    assert kernels(jax.shard_map(both, mesh=mesh, **options), *given()) == 3
+    assert kernels(jax.shard_map(both, mesh=mesh, **options), *shapes()) == 3
 
 
 def test_tiles_are_wide_where_little_is_wasted():

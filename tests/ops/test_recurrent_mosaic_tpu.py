@@ -65,11 +65,11 @@ def results(rule, implementation, x, masks):
     return {"out": out, "state": state} | gradients
 
 
-def errors(rule, x, masks=MASKS):
+def errors(rule, x):
     """Of every result, the norm of the difference from float64 by the norm."""
-    got = jax.device_get(results(rule, NAME, x, masks))
+    got = jax.device_get(results(rule, NAME, x, MASKS))
     with jax.enable_x64(True):
-        want = jax.device_get(results(rule, "sequential", in_float64(x), masks))
+        want = jax.device_get(results(rule, "sequential", in_float64(x), MASKS))
     far = lambda a, b: np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
     return {name: far(got[name], want[name]) for name in want}
 
@@ -77,26 +77,27 @@ def errors(rule, x, masks=MASKS):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_it_is_the_definition(rule, interpreted):
     """Values and gradients, with documents, padding, steps up to 2, and a state before the first token."""
-    found = errors(rule, inputs(rule))
-    assert max(found.values()) < 3e-6, found
+    off = errors(rule, inputs(rule))
+    assert max(off.values()) < 3e-6, off
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_matmuls_in_bfloat16_keep_the_gradients_of_gates(rule, interpreted):
     """Results in bfloat16 are rounded once; sums and what is float32 keep 16 digits."""
     x = inputs(rule, "bfloat16")
     with ops.tile_sizes(MosaicTpuTiles(columns=256)):  # two programs share a key head
-        found = errors(rule, x, {})
+        off = errors(rule, x)
     narrow = {"out", "x", "b", "c", "q", "k", "v"}
-    assert all(error < (4e-3 if name in narrow else 4e-4) for name, error in found.items()), found
+    assert all(error < (4e-3 if name in narrow else 4e-4) for name, error in off.items()), off
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("slow", [3e-3, 40.0])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_fast_and_slow_decays(rule, slow, interpreted):
-    found = errors(rule, inputs(rule, heads=(2, 4), slow=slow, value=64))
-    assert max(found.values()) < 1e-5, found
+    off = errors(rule, inputs(rule, heads=(2, 4), slow=slow, value=64))
+    assert max(off.values()) < 1e-5, off
 
 
 @pytest.mark.full
@@ -117,9 +118,9 @@ def test_devices_that_share_rows_heads_and_tokens_are_one(rule, interpreted):
     }
     split = jax.shard_map(local, mesh=sharding.make_mesh(fsdp=2, context=2, tensor=2), **ends, check_vma=False)
     loss = lambda run: lambda x: sum(jnp.sum(a**2) for a in run(x, starts))
-    one = lambda x, starts: rule(x, is_start=starts, implementation="chunked")
+    alone = lambda x, starts: rule(x, is_start=starts, implementation="chunked")
     for got, want in zip(
-        *(jax.tree.leaves(jax.jit(jax.value_and_grad(loss(run)))(x)) for run in (split, one)), strict=True
+        *(jax.tree.leaves(jax.jit(jax.value_and_grad(loss(run)))(x)) for run in (split, alone)), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
 
@@ -157,16 +158,16 @@ def explained(rule, device=("tpu", "v5p"), dtype=jnp.bfloat16, widths=(128, 128)
 def test_it_runs_by_name_where_it_can(rule):
     assert explained(rule).chosen == "chunked"
     assert explained(rule).refused[NAME] == "runs only by name: no TPU has run it yet"
-    found = explained(rule, implementation=NAME)
-    assert found.chosen == NAME and found.tiles == MosaicTpuTiles()
+    choice = explained(rule, implementation=NAME)
+    assert choice.chosen == NAME and choice.tiles == MosaicTpuTiles()
     for change, reason in (
         ({"dtype": jnp.float16}, "takes values in bfloat16 or float32, not in float16"),
         ({"widths": (96, 128)}, "keys whose width is a multiple of 128, not 96"),
         ({"widths": (128, 96)}, "a multiple in each key head's heads, not 2 of 96"),
         ({"device": ("gpu", "H100")}, "runs on tpu, not on gpu"),
     ):
-        found = explained(rule, **change, implementation=NAME)
-        assert found.chosen is None and reason in found.refused[NAME]
+        choice = explained(rule, **change, implementation=NAME)
+        assert choice.chosen is None and reason in choice.refused[NAME]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -174,8 +175,8 @@ def test_programs_for_tpus_call_a_kernel_in_each_pass(rule, on_tpu):
     x = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in inputs(rule, "bfloat16").items()}
     loss = lambda x: rule(x, implementation=NAME)[0].astype(jnp.float32).sum()
     stages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype), x)  # of a pipeline
-    for run, given in ((jax.grad(loss), x), (jax.vmap(jax.grad(loss)), stages)):
-        text = jax.jit(run).trace(given).lower(lowering_platforms=("tpu",)).as_text()
+    for run, arrays in ((jax.grad(loss), x), (jax.vmap(jax.grad(loss)), stages)):
+        text = jax.jit(run).trace(arrays).lower(lowering_platforms=("tpu",)).as_text()
         assert [text.count(f"recurrence_{name}") > 0 for name in ("forward", "backward")] == [True, True]
         assert text.count("@tpu_custom_call(") == 2
     assert forward_flops(loss, x) == forward_flops(lambda x: rule(x, implementation="chunked")[0].sum(), x)
@@ -184,6 +185,7 @@ def test_programs_for_tpus_call_a_kernel_in_each_pass(rule, on_tpu):
 # ------------------------------------------------------------------------------------------------ plans
 
 
+@pytest.mark.full
 def test_a_plan_from_shapes_needs_no_tpu():
     """Although layers name a kernel for TPUs: only the program that is compiled has it."""
     estimates = [plan.estimated(plan.Job(model, "v5p-8", sequence=256)) for model in (jobs.recurrent, plain)]

@@ -35,7 +35,7 @@ EVERY = [
     tiles.SSDTiles(),
     tiles.MosaicTpuTiles(),
 ]
-named = lambda one: type(one).__name__ if isinstance(one, tiles.TileSizes) else str(one)[:40]
+named = lambda sizes: type(sizes).__name__ if isinstance(sizes, tiles.TileSizes) else str(sizes)[:40]
 Q = np.random.default_rng(0).normal(size=(1, 64, 2, 16)).astype(np.float32)
 
 
@@ -134,20 +134,21 @@ CALLS = {
 }
 
 
-# By default the first of each kernel; larger tiles take the same path.
-FIRST = {type(sizes): sizes for sizes in reversed(CALLS)}.values()
+# By default the first of each kernel, and of recurrences, which are alike, one; larger tiles take the same path.
+ALIKE = tiles.DeltaTiles, tiles.KimiTiles
+FIRST = {type(sizes): sizes for sizes in reversed(CALLS) if not isinstance(sizes, ALIKE)}.values()
 MARKED = [pytest.param(sizes, marks=() if sizes in FIRST else pytest.mark.full) for sizes in CALLS]
 
 
 @pytest.mark.parametrize("sizes", MARKED, ids=named)
 def test_every_kernel_takes_its_sizes_and_gives_the_same_numbers(sizes, monkeypatch):
-    run, given = CALLS[sizes]
+    run, inputs = CALLS[sizes]
     if isinstance(sizes, tiles.SplitTiles):  # it is refused on a CPU, where it runs as well
         monkeypatch.setattr(api, "current_device", lambda: ("gpu", "NVIDIA L40S"))
-    both = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(run(*x))), tuple(range(len(given)))))
-    want, text = both(*given), str(jax.make_jaxpr(both)(*given))
+    both = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(run(*x))), tuple(range(len(inputs)))))
+    want, text = both(*inputs), str(jax.make_jaxpr(both)(*inputs))
     with ops.tile_sizes(sizes):
-        got, other = both(*given), str(jax.make_jaxpr(both)(*given))
+        got, other = both(*inputs), str(jax.make_jaxpr(both)(*inputs))
     assert text != other
     error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
     assert max(jax.tree.leaves(jax.tree.map(error, got, want))) < 1e-4  # the gradient of rates is a sum that cancels

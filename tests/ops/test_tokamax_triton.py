@@ -44,7 +44,7 @@ def both(rows, weights, counts, d_out, **how):
     return out, *pull(d_out)
 
 
-def given(dtype=jnp.bfloat16, lead=(), weight_dtype=None):
+def shapes(dtype=jnp.bfloat16, lead=(), weight_dtype=None):
     array = lambda dtype, *shape: jax.ShapeDtypeStruct((*lead, *shape), dtype)
     weights = array(weight_dtype or dtype, 4, O, I)
     return array(dtype, 1000, I), weights, array(jnp.int32, 4), array(dtype, 1000, O)
@@ -64,15 +64,15 @@ def calls(run, kind, *arrays, axes=(1,), **mesh):
 @no_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_pass_is_a_kernel(dtype):
-    assert calls(both, A100, *given(dtype)) == (3, 0)
-    assert calls(both, B200, *given(dtype, weight_dtype=jnp.float32)) == (3, 0)
-    assert calls(both, H100, *given()) == (0, 3)  # maxlib's own
+    assert calls(both, A100, *shapes(dtype)) == (3, 0)
+    assert calls(both, B200, *shapes(dtype, weight_dtype=jnp.float32)) == (3, 0)
+    assert calls(both, H100, *shapes()) == (0, 3)  # maxlib's own
 
 
 @needs_triton
 @no_gpu
 def test_stages_of_a_pipeline_run_one_by_one():
-    assert calls(jax.vmap(both), A100, *given(lead=(2,))) == (6, 0)
+    assert calls(jax.vmap(both), A100, *shapes(lead=(2,))) == (6, 0)
 
 
 @needs_triton
@@ -81,7 +81,7 @@ def test_stages_of_a_pipeline_run_one_by_one():
 def test_shards_of_experts(check_vma):
     split = P("data")
     specs = {"in_specs": (split, P(), P(), split), "out_specs": (split, split, P())}
-    assert calls(both, A100, *given(), axes=(8,), check_vma=check_vma, **specs) == (3, 0)
+    assert calls(both, A100, *shapes(), axes=(8,), check_vma=check_vma, **specs) == (3, 0)
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ def test_a_search_plans_what_it_was_told():
         ("--mesh fdsp=8", "no mesh axis is named 'fdsp' (did you mean 'fsdp'?)"),
         ("--microbatches 0", "at least one microbatch, got 0"),
         ("--microbatches 2 --strategy pp_1f1b", "microbatches=2 cannot be combined with a 1F1B pipeline"),
+        ("--lora rank=16,dora=false", "--lora takes rank=16,alpha=32 (numbers) and dora or rslora"),
         ("--mesh fsdp=3", "change a degree, let one be -1"),
         ("--per-device-batch-size 0.3", "change per_device_batch_size or the mesh"),
     ],

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import re
 
+import pytest
+
 from maxlib import plan
 from maxlib._command import main
 from maxlib.models import llama
@@ -17,6 +19,15 @@ def test_a_search_in_which_nothing_fits_ends_like_a_plan_that_does_not_fit(capsy
     monkeypatch.setattr(plan, "search", functools.partial(plan.search, layouts=layouts, batches=(1,), remats=("full",)))
     assert main(["plan", "llama3-70b", "--target", "h100", "--search"]) == 1
     assert re.search(r"no layout fits h100: .* GiB more than there is", capsys.readouterr().err)
+
+
+def test_a_search_whose_compiled_layouts_do_not_fit_names_one_that_may():
+    fits = plan.estimated(plan.Job(CONFIG, "h100x8", layout=layout(), sequence=16))
+    large = dataclasses.replace(fits, compiled=True, peak=1e12)
+    with pytest.raises(
+        ValueError, match=r"no layout that was compiled fits h100x8.* GiB to spare: compile more of them"
+    ):
+        _ = plan.Search((large, fits), (), 0.0).best
 
 
 def test_a_search_orders_what_fits_by_speed():
@@ -74,11 +85,20 @@ def test_a_search_does_not_copy_experts():
 
 
 def test_a_search_over_slices_tries_experts_with_and_without_copies():
-    job = plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": 2}))
+    jobs = [plan.Job(MIXTRAL, "v5e-16x2", sequence=16, layout=layout(fsdp=-1, dcn={"data": n})) for n in (2, -1)]
+    job, rest = jobs
+    assert len(tried(rest)) == len(tried(job))  # -1 is as many as there are
     spread = [(candidate, mesh) for candidate, mesh in tried(job) if mesh["expert"] == 8]
     rules = [candidate.rules["expert_embed"] for candidate, _ in spread]
     assert {"data": 2, "fsdp": 2}.items() <= spread[0][1].items()
     assert sorted(rules, key=len) == [("data", "fsdp"), "fsdp"]
+
+
+def test_a_search_over_hosts_splits_within_a_host():
+    meshes = [
+        mesh for _, mesh in tried(plan.Job(CONFIG, "h100x16", sequence=16, layout=layout(fsdp=-1, dcn={"data": -1})))
+    ]
+    assert [mesh["tensor"] for mesh in meshes] == [1, 2, 4, 8] and all(mesh["data"] == 2 for mesh in meshes)
 
 
 def test_layouts_share_what_is_traced_of_a_model(monkeypatch):

@@ -33,6 +33,7 @@ from maxlib.plan._roofline import link_speeds
         ("b200x16", 16, None),
         ("gb200x72", 72, None),
         ("h100-pcie-8", 8, None),
+        ("h100-nvlx8", 8, None),
         ("v7x-8", 8, "tpu7x:2x2x1"),  # jax has two devices a chip
         ("tpu7x:4x4x4", 128, "tpu7x:4x4x4"),
         ("cpu", 8, None),

@@ -1,5 +1,7 @@
 """Small random arrays, passed both to TRL's functions and to maxlib's."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 PAIRS, T, V = 3, 7, 9
@@ -45,3 +47,18 @@ def targets(data: dict[str, np.ndarray], *, tools: bool = False) -> np.ndarray:
     """Ids to predict, -1 outside of completions, and for tokens of tools if there are any."""
     learned = (data["completion"][:, 1:] == 1) & ((data["tool"] == 1) | (not tools))
     return np.where(learned, data["ids"][:, 1:], -1).astype(np.int32)
+
+
+DATA = arrays()
+
+
+def rows(*names: str) -> dict[str, jax.Array]:
+    """A batch of all rows, with some more of the arrays."""
+    batch = {"tokens": DATA["ids"][:, :-1], "targets": targets(DATA), "segment_ids": DATA["attention"][:, :-1]}
+    return {name: jnp.asarray(x) for name, x in (batch | {name: DATA[name] for name in names}).items()}
+
+
+def pairs(*names: str) -> dict[str, dict[str, jax.Array]]:
+    """Those rows as chosen and rejected answers."""
+    halves = {"chosen": slice(PAIRS), "rejected": slice(PAIRS, None)}
+    return {half: {name: x[at] for name, x in rows(*names).items()} for half, at in halves.items()}

@@ -15,7 +15,7 @@ import pytest
 from maxlib import nn, sharding, training
 from maxlib import post_training as pt
 from maxlib.training._step import make_gradient
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 from tests.training import tiny
 
 ROWS, T, VOCAB, K = 8, 24, 64, 3
@@ -96,7 +96,7 @@ chosen = pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), full(ALL
 
 @functools.cache
 def built():
-    return tiny_llama(num_layers=4, vocab=VOCAB)
+    return filled_llama(num_layers=4, vocab=VOCAB)
 
 
 def model():

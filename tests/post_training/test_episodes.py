@@ -10,7 +10,7 @@ import pytest
 
 from maxlib import inference
 from maxlib import post_training as pt
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 from tests.post_training.environments import Counting
 
 LENGTH, NEW = 48, 4
@@ -19,7 +19,7 @@ SAMPLER = inference.Sampler(temperature=0.7)
 
 @pytest.fixture(scope="module")
 def engine():
-    return inference.LocalEngine(tiny_llama(num_layers=2, vocab=32), slots=4, dtype=jnp.float32, capacity=64)
+    return inference.LocalEngine(filled_llama(num_layers=2, vocab=32), slots=4, dtype=jnp.float32, capacity=64)
 
 
 def run(engine, tasks, *, processes=False, timeout=60.0, **options):
@@ -52,7 +52,11 @@ def test_scores_of_five_turns_are_those_of_one_forward_pass(engine):
 def test_every_end_is_stated_and_none_is_a_reward_of_zero(engine, processes):
     tasks = ["fine", "hang", "raise", "unscored", "endless", "forget"] + ["die"] * processes
     episodes = dict(
-        zip(tasks, run(engine, tasks, processes=processes, timeout=4.0, length=21, max_turns=6), strict=True)
+        zip(
+            tasks,
+            run(engine, tasks, processes=processes, timeout=4.0 if processes else 1.5, length=21, max_turns=6),
+            strict=True,
+        )
     )
     ends = {task: episode.end for task, episode in episodes.items()}
     want = {"fine": "finished", "hang": "timeout", "raise": "crash", "unscored": "finished", "endless": "length"}

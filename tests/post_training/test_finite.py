@@ -119,16 +119,23 @@ def test_losses_of_logits_are_finite():
         "mixture": (pt.Distillation(beta=0.5), teacher),
     }
 
-    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
-    def all_gradients(hidden):
-        values = {}
-        for name, (loss, data) in losses.items():
-            f = lambda h, loss=loss, data=data: loss.from_hidden(Head(4), h, data)
-            values[name] = jax.value_and_grad(f, has_aux=True)(hidden)
-        return values
-
-    for name, ((value, _), gradient) in jax.device_get(all_gradients(logits)).items():
+    cases = {name: (loss, Head(4), logits, data) for name, (loss, data) in losses.items()}
+    for name, ((value, _), gradient) in computed(cases).items():
         assert np.isfinite(value) and np.isfinite(gradient).all(), name
+
+
+def computed(cases):
+    """Value, statistics and gradient of every (loss, model, hidden states, batch), compiled as one program."""
+
+    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
+    def run(hidden):
+        results = {}
+        for name, (loss, model, _, batch) in cases.items():
+            f = lambda h, loss=loss, model=model, batch=batch: loss.from_hidden(model, h, batch)
+            results[name] = jax.value_and_grad(f, has_aux=True)(hidden[name])
+        return results
+
+    return jax.device_get(run({name: hidden for name, (_, _, hidden, _) in cases.items()}))
 
 
 OF_SCORES = {
@@ -139,36 +146,37 @@ OF_SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", OF_SCORES)
-def test_losses_of_scores_and_embeddings_are_finite(name):
+class Scores(Head):
+    """A head whose scores are its hidden states."""
+
+    def __init__(self, head=None):
+        self.vocab, self.head = 2, head
+
+    def logits(self, hidden):
+        return hidden
+
+
+def test_losses_of_scores_and_embeddings_are_finite():
     """Scores of 1000 and texts of zero vectors, with garbage where nothing is learned."""
-    head = nn.EmbeddingHead(2, rngs=nnx.Rngs(0)) if name == "embedding" else None
     nothing = jnp.array([[False, False, True], [False, False, True]])
     spoiled = lambda x: jnp.where(nothing, jnp.nan, x)
     hidden = jnp.array([[[1e3, -1e3], [0.0, 0.0], [0, 0]], [[0.0, 0.0], [-1e3, 1e3], [0, 0]]])
-    segments = jnp.where(nothing, 0, 1)
-    batch = {
+    of_tokens = {
         "targets": jnp.where(nothing, -1, jnp.array([[0, 1, 0], [1, 1, 0]])),
         "returns": spoiled(jnp.full((2, 3), -1e3)),
         "old_values": spoiled(jnp.zeros((2, 3))),
     }
-    if name == "reward":
-        batch |= {"interleaved": jnp.zeros((2, 2)), "segment_ids": segments}
-    elif name == "embedding":
-        hidden, batch = hidden * 0, {"segment_ids": segments, "interleaved": jnp.zeros((2, 2))}
-    if name not in ("reward", "embedding"):
-        hidden = jnp.where(nothing[..., None], jnp.nan, hidden)
+    of_texts = {"interleaved": jnp.zeros((2, 2)), "segment_ids": jnp.where(nothing, 0, 1)}
 
-    class Scores(Head):
-        def __init__(self):
-            self.vocab, self.head = 2, head
-
-        def logits(self, hidden):
-            return hidden
-
-    loss = OF_SCORES[name]
-    (value, stats), gradient = jax.value_and_grad(lambda h: loss.from_hidden(Scores(), h, batch), has_aux=True)(hidden)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, stats, gradient)))
+    unlearned, embed = jnp.where(nothing[..., None], jnp.nan, hidden), Scores(nn.EmbeddingHead(2, rngs=nnx.Rngs(0)))
+    inputs = {
+        "value": (Scores(), unlearned, of_tokens),
+        "labels": (Scores(), unlearned, of_tokens),
+        "reward": (Scores(), hidden, of_tokens | of_texts),
+        "embedding": (embed, jnp.zeros_like(hidden), of_texts),
+    }
+    for name, results in computed({name: (OF_SCORES[name], *inputs[name]) for name in OF_SCORES}).items():
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(results)), name
 
 
 def test_no_loss_is_forgotten():
@@ -187,30 +195,35 @@ def test_divergences_of_impossible_tokens_are_finite(dtype):
     p, q = (jnp.log(jnp.array(x, dtype)) for x in ([0.5, 0.5, 0.0, 0.0], [0.25, 0.0, 0.0, 0.75]))
     want = 0.5 * np.log(0.5 / 0.375) + 0.5 * np.log(0.5 / 0.25)
     want = 0.5 * want + 0.5 * (0.25 * np.log(0.25 / 0.375) + 0.75 * np.log(0.75 / 0.375))
-    value, gradients = jax.value_and_grad(functools.partial(ops.divergence, beta=0.5), (0, 1))(q, p)
+    value, gradients = jax.jit(jax.value_and_grad(functools.partial(ops.divergence, beta=0.5), (0, 1)))(q, p)
     np.testing.assert_allclose(value, want, rtol=1e-6 if dtype == jnp.float32 else 0.02)
-    assert np.isfinite(jnp.stack(gradients)).all()
-    closed = jax.grad(lambda x, tail: ops.top_k_divergence(x, jnp.log(jnp.array([0.7, 0.2], dtype)), tail=tail))
-    for tail, at in itertools.product((True, False), ([0.0, -1e3], [-1e3, -1e3])):
-        assert np.isfinite(closed(jnp.array(at, dtype), tail)).all()
+    assert np.isfinite(gradients).all()
+
+    @jax.jit
+    def closed(x):
+        of = lambda x, tail: ops.top_k_divergence(x, jnp.log(jnp.array([0.7, 0.2], dtype)), tail=tail)
+        return [jax.grad(of)(x, tail) for tail in (True, False)]
+
+    for at in ([0.0, -1e3], [-1e3, -1e3]):
+        assert np.isfinite(closed(jnp.array(at, dtype))).all()
 
 
 def test_routers_and_their_losses_are_finite():
     """Sigmoid scores may all be 0; padding may have logits of -inf."""
-    router = Router(2, 4, top_k=2, score=jax.nn.sigmoid, rngs=nnx.Rngs(0))
-    router.gate.w.set_value(jnp.array([[-1e3, 0], [-1e3, 0], [-1e3, 1], [-1e3, -1]]))
     valid, x = jnp.array([[True, True, False]]), jnp.array([[[1.0, 0], [0, 1], [1, 1]]])
     losses, ctx = (SwitchBalance(1.0), SequenceBalance(1.0), RouterZ(1.0)), nn.make_context(1, 3, valid=valid)
 
     def total(x):
+        router = Router(2, 4, top_k=2, score=jax.nn.sigmoid, rngs=nnx.Rngs(0))
+        router.gate.w.set_value(jnp.array([[-1e3, 0], [-1e3, 0], [-1e3, 1], [-1e3, -1]]))
         routing = router(x)
         return sum(loss(routing, ctx) for loss in losses) + jnp.sum(routing.weights)
 
-    value, gradient = jax.value_and_grad(total)(x)
+    value, gradient = jax.jit(jax.value_and_grad(total))(x)
     assert np.isfinite(value) and np.isfinite(gradient).all()
     logits = jnp.array([[[1.0, 2], [3, 4], [-jnp.inf, -jnp.inf]]])
     of_logits = lambda z: RouterZ(1.0)(Routing(jnp.zeros((1, 3, 1), int), jnp.ones((1, 3, 1)), z, z), ctx)
-    value, gradient = jax.value_and_grad(of_logits)(logits)
+    value, gradient = jax.jit(jax.value_and_grad(of_logits))(logits)
     assert np.isfinite(gradient).all()
     np.testing.assert_allclose(value, np.mean(np.log(np.exp([1, 3]) + np.exp([2, 4])) ** 2), rtol=1e-6)
 
@@ -234,14 +247,19 @@ def test_what_was_finite_is_unchanged():
 
 def test_an_outlier_weighs_nothing_if_its_advantage_is_zero():
     """Over 400 tokens a ratio of 1.35 at each is e^120 for the sequence, more than float32 has."""
-    old, mask, zero = jnp.full((1, 400), -0.3), jnp.ones((1, 400), bool), jnp.zeros((1, 400))
+    old, mask = jnp.full((1, 400), -0.3), jnp.ones((1, 400), bool)
+    clips = pt.Clip(), pt.Clip(delta=4.0), pt.TruncatedWeight()
 
-    def loss(log_prob, by, clip):
+    def loss(log_prob, zero, by, clip):
         ratio = pt.policies.policy_ratio(log_prob, old, mask, None, by=by)
         return jnp.sum(clip(ratio, zero, log_prob).loss)
 
-    for by, clip in itertools.product(("token", "sequence_sum"), (pt.Clip(), pt.Clip(delta=4.0), pt.TruncatedWeight())):
-        value, gradient = jax.value_and_grad(loss)(zero, by, clip)
+    @jax.jit
+    def gradients(zero):
+        cases = itertools.product(("token", "sequence_sum"), clips)
+        return [jax.value_and_grad(loss)(zero, zero, by, clip) for by, clip in cases]
+
+    for value, gradient in jax.device_get(gradients(jnp.zeros((1, 400)))):
         assert value == 0 and not gradient.any()
 
 
@@ -250,6 +268,11 @@ def test_a_row_of_zeros_has_no_direction_for_dora():
     w, x = nnx.Param(jnp.array([[1.0, 2.0], [0.0, 0.0]])), jnp.array([[3.0, 4.0]])
     a, b, magnitude = nnx.Param(jnp.ones((1, 2))), nnx.Param(jnp.zeros((2, 1))), nnx.Param(jnp.array([5**0.5, 0.0]))
     matmul = LowRank(PlainMatmul(), a, b, scale=1.0, summed=(-1,), kept=(-2,), magnitude=magnitude)
-    run = lambda x: matmul.einsum("td,fd->tf", x, w)
-    np.testing.assert_allclose(run(x), [[11.0, 0.0]], rtol=1e-6)
-    assert np.isfinite(jax.grad(lambda x: run(x).sum())(x)).all()
+
+    def run(x):
+        y = matmul.einsum("td,fd->tf", x, w)
+        return y.sum(), y
+
+    (_, y), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(x)
+    np.testing.assert_allclose(y, [[11.0, 0.0]], rtol=1e-6)
+    assert np.isfinite(gradient).all()

@@ -13,7 +13,7 @@ from flax import nnx
 from maxlib import adapters, nn, quantization, sharding, training
 from maxlib import post_training as pt
 from maxlib.training._gradients import bind_options
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 from tests.post_training.every_loss import VOCAB, built, check, halves
 from tests.training import tiny
 
@@ -36,7 +36,7 @@ def odds(model, batch, key):
 @functools.cache
 def beside(seed=1):
     """The frozen model has another width."""
-    return pt.WithFrozen(built(), tiny_llama(num_layers=1, vocab=VOCAB, dim=24, seed=seed))
+    return pt.WithFrozen(built(), filled_llama(seed, num_layers=1, vocab=VOCAB, dim=24))
 
 
 def test_a_model_beside_itself_is_frozen_as_it_is_now():
@@ -50,7 +50,7 @@ def test_a_model_beside_itself_is_frozen_as_it_is_now():
 
 
 def test_a_reference_moves_towards_the_policy():
-    policy, reference = tiny_llama(num_layers=1, vocab=VOCAB), tiny_llama(num_layers=1, vocab=VOCAB, seed=1)
+    policy, reference = (filled_llama(seed, num_layers=1, vocab=VOCAB) for seed in (0, 1))
     state = training.make_state(pt.WithFrozen(policy, reference), optax.sgd(1.0))
     run = types.SimpleNamespace(state=state, checkpointer=None)
     before = jax.tree.map(np.asarray, run.state.model)
@@ -174,7 +174,8 @@ def test_a_teacher_may_be_in_int8():
     data = jax.tree.map(jnp.asarray, halves())
     loss = jax.jit(lambda both: distilled(both, data, None)[0], compiler_options=tiny.QUICKLY)
     exact, got, want = (
-        loss(pt.WithFrozen(beside().trained, one)) for one in (teacher, rounded, quantization.full_precision(rounded))
+        loss(pt.WithFrozen(beside().trained, teacher))
+        for teacher in (teacher, rounded, quantization.full_precision(rounded))
     )
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert abs(exact / want - 1) > 5e-5  # more than the tolerance

@@ -38,11 +38,11 @@ class Scores:
 
 def pairs(rewards):
     """Returns hidden states and masks of rows, with `rewards` at the last tokens and noise at the others."""
-    hidden = rng.normal(size=(2 * B, T, 1)).astype(np.float32)
+    hidden = jnp.asarray(rng.normal(size=(2 * B, T, 1)), jnp.float32)
     lengths = LENGTHS.reshape(-1)
     at = jnp.arange(2 * B), lengths - 1
     segment_ids = (np.arange(T)[None] < lengths[:, None]).astype(np.int32)
-    return jnp.asarray(hidden).at[*at, 0].set(rewards.reshape(-1)), jnp.asarray(segment_ids)
+    return hidden.at[*at, 0].set(rewards.reshape(-1)), jnp.asarray(segment_ids)
 
 
 def bradley_terry(loss, rewards, batch=None):
@@ -54,7 +54,8 @@ def bradley_terry(loss, rewards, batch=None):
 
 def test_the_loss_of_reward_models():
     loss = post_training.BradleyTerry(center=0.01)
-    (value, stats), grad = jax.value_and_grad(lambda r: bradley_terry(loss, r), has_aux=True)(jnp.asarray(REWARDS))
+    gradient = jax.jit(jax.value_and_grad(lambda r: bradley_terry(loss, r), has_aux=True))
+    (value, stats), grad = gradient(jnp.asarray(REWARDS))
     r = torch.tensor(REWARDS, requires_grad=True)
     wanted = -F.logsigmoid(r[:, 0] - r[:, 1] - torch.tensor(MARGIN)).mean() + 0.01 * (r.sum(1) ** 2).mean()
     wanted.backward()
@@ -77,8 +78,8 @@ def test_pairs_in_segments_are_pairs_of_rows():
                 margin[row, last] = MARGIN.reshape(2, 2)[row, k // 2]
     batch = {"segment_ids": jnp.asarray(ids), "margin": jnp.asarray(margin)}
     loss = post_training.BradleyTerry(center=0.01)
-    value, stats = loss.from_hidden(Scores(), jnp.asarray(hidden), batch)
-    wanted, of_rows = bradley_terry(loss, jnp.asarray(REWARDS))
+    run = jax.jit(lambda hidden, rewards: (loss.from_hidden(Scores(), hidden, batch), bradley_terry(loss, rewards)))
+    (value, stats), (wanted, of_rows) = run(jnp.asarray(hidden, jnp.float32), jnp.asarray(REWARDS))
     np.testing.assert_allclose(value / stats.num_targets, wanted, rtol=1e-5)
     for name, total in of_rows.sums.items():
         np.testing.assert_allclose(stats.sums[name], total, rtol=1e-5)
@@ -121,16 +122,17 @@ def test_the_loss_is_that_of_trl():
 
 
 def test_labels_of_steps():
-    logits, labels = rng.normal(size=(2, 6, 3)).astype(np.float32), np.full((2, 6), -1)
+    logits, labels = jnp.asarray(rng.normal(size=(2, 6, 3)), jnp.float32), np.full((2, 6), -1)
     labels[0, [1, 4]], labels[1, 5] = [2, 0], 1
-    value, stats = post_training.TokenClassification().from_hidden(
-        Scores(), jnp.asarray(logits), {"targets": jnp.asarray(labels)}
+    loss = post_training.TokenClassification()
+    run = jax.jit(lambda targets: loss.from_hidden(Scores(), logits, {"targets": targets}))
+    value, stats = run(labels)
+    wanted = F.cross_entropy(
+        torch.tensor(np.asarray(logits)).reshape(-1, 3), torch.tensor(labels).reshape(-1), ignore_index=-1
     )
-    wanted = F.cross_entropy(torch.tensor(logits).reshape(-1, 3), torch.tensor(labels).reshape(-1), ignore_index=-1)
     np.testing.assert_allclose(value / stats.num_targets, wanted, rtol=1e-6)
     labels[0, 1] = 3  # the head has 3 labels
-    batch = {"targets": jnp.asarray(labels)}
-    assert np.isnan(post_training.TokenClassification().from_hidden(Scores(), jnp.asarray(logits), batch)[0])
+    assert np.isnan(run(labels)[0])
 
 
 def test_a_reward_model_trains_in_microbatches_and_on_devices():
@@ -154,9 +156,9 @@ def test_a_reward_model_trains_in_microbatches_and_on_devices():
     loss, head = step()
     assert np.abs(head - model.head.w[...]).max() > 1e-3
     layout = sharding.Layout(sharding.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4]), sharding.FSDP_TP)
-    for other in (step(microbatches=2), step(layout)):
-        np.testing.assert_allclose(other[0], loss, rtol=1e-5)
-        np.testing.assert_allclose(other[1], head, rtol=1e-4, atol=1e-6)
+    spread = step(layout, microbatches=2)
+    np.testing.assert_allclose(spread[0], loss, rtol=1e-5)
+    np.testing.assert_allclose(spread[1], head, rtol=1e-4, atol=1e-6)
 
 
 def test_advantages_are_sums_of_differences():
@@ -205,7 +207,7 @@ def test_the_losses_of_ppo():
     clipped = torch.clamp(v, torch.tensor(old) - 0.2, torch.tensor(old) + 0.2)
     wanted = 0.5 * torch.maximum((v - R) ** 2, (clipped - R) ** 2)[torch.tensor(mask)].mean()
     wanted.backward()
-    value, grad = jax.value_and_grad(of_values)(jnp.asarray(values))
+    value, grad = jax.jit(jax.value_and_grad(of_values))(jnp.asarray(values))
     np.testing.assert_allclose(value, wanted.item(), rtol=1e-6)
     np.testing.assert_allclose(grad, v.grad, rtol=1e-5, atol=1e-7)
     # Dual clip: for A < 0 the loss is at most -c A.

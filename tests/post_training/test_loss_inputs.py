@@ -1,7 +1,5 @@
 """Batches and options that a loss cannot use are refused, and what must hold is said."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,15 @@ import pytest
 
 from maxlib import adapters, training
 from maxlib import post_training as pt
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 from tests.post_training.every_loss import ROWS, VOCAB, T, batch, built, halves
+
+RNG = np.random.default_rng(0)
+HIDDEN, WEIGHT = (jnp.asarray(RNG.normal(size=(*size, 4)), jnp.float32) for size in ((ROWS, T), (VOCAB,)))
+
+
+class Head:
+    softcap, head_weight = None, lambda self: WEIGHT
 
 
 @pytest.mark.parametrize(
@@ -20,12 +25,7 @@ from tests.post_training.every_loss import ROWS, VOCAB, T, batch, built, halves
 )
 def test_ids_of_a_corpus_are_no_numbers_of_segments(loss):
     """They work in attention, where only runs count; sums over sequences would leave them out in silence."""
-    hidden = jnp.ones((ROWS, T, 1))
-
-    class Head:
-        softcap, head_weight = None, lambda self: jnp.ones((VOCAB, 1))
-
-    mean = lambda data: loss.from_hidden(Head(), hidden, jax.tree.map(jnp.asarray, data))
+    mean = jax.jit(lambda data: loss.from_hidden(Head(), HIDDEN, data))
     (good, few), (bad, many) = mean(batch()), mean(batch() | {"segment_ids": batch()["segment_ids"] * 5017})
     assert np.isfinite(good) and float(few.num_targets) > 0
     assert np.isnan(bad) or np.isnan(many.num_targets)
@@ -60,7 +60,7 @@ def test_what_is_missing_is_named():
         shape(pt.DPO(reference=adapters.base_model), data)
     with pytest.raises(TypeError, match="put a model of its own beside the trained one"):
         pt.DPO(reference=small)(small, data)
-    other = tiny_llama(num_layers=1, vocab=VOCAB + 8)
+    other = filled_llama(num_layers=1, vocab=VOCAB + 8)
     with pytest.raises(ValueError, match="the same vocabulary; the student's has 64 tokens, the teacher's 72"):
         shape(pt.Distillation(teacher=lambda model: other), data)
     uneven = halves() | {"rejected": {"tokens": np.zeros((8, 3), np.int32)}}
@@ -70,16 +70,16 @@ def test_what_is_missing_is_named():
 
 def test_one_advantage_for_several_completions_of_a_row_is_an_error():
     """Each completion has its own; one number for a row is one for a single completion."""
-    loss = functools.partial(pt.GRPO(), dtype=jnp.float32)
-    total = lambda data: loss(built(), data, jax.random.key(0))[0]
+    total = lambda data: pt.GRPO().from_hidden(Head(), HIDDEN, data)[0]
     shared = {**batch(), "advantages": np.linspace(-1, 1, ROWS, dtype=np.float32)}
     shared = {name: jnp.asarray(x) for name, x in shared.items()}
     with pytest.raises(ValueError, match="several completions, but .* one number for each row: give it as B T"):
         total(shared)
-    assert np.isnan(jax.jit(total)(shared))
+    jitted = jax.jit(total)
+    assert np.isnan(jitted(shared))
     single = shared | {"targets": jnp.where(shared["segment_ids"] == 2, shared["targets"], -1)}
     wide = single | {"advantages": jnp.broadcast_to(shared["advantages"][:, None], shared["tokens"].shape)}
-    assert float(jax.jit(total)(single)) == float(jax.jit(total)(wide)) != 0
+    assert float(jitted(single)) == float(jitted(wide)) != 0
 
 
 def losses_of(cls=training.Loss):

@@ -13,12 +13,10 @@ from maxlib import nn, ops
 from maxlib import post_training as pt
 from maxlib.ops import LogProbs
 from maxlib.post_training._reference import interleaved
-from maxlib.post_training._segments import segment_sums
 from maxlib.training._step import means
-from tests.post_training.arrays import PAIRS, TEMPERATURE, V, arrays, targets
+from tests.post_training.arrays import DATA, PAIRS, TEMPERATURE, V, pairs, rows, targets
 from tests.training import tiny
 
-DATA = arrays()
 TRL = np.load(Path(__file__).parent / "golden" / "trl.npz")
 PREFERENCES = {
     "dpo/sigmoid": pt.DPO(0.3),
@@ -96,9 +94,9 @@ class Head:
         return jnp.eye(V)
 
 
-@pytest.fixture(autouse=True)
-def _without_chunks(monkeypatch):
-    """Formulas are what is tested here; eager operations on small arrays compile once for all cases."""
+@pytest.fixture(autouse=True, scope="module")
+def _without_chunks():
+    """Formulas are what is tested here."""
 
     def scored(hidden, weight, targets, *, temperature=1.0, softcap=None, entropy=False):
         log_p = jax.nn.log_softmax(hidden / temperature)
@@ -107,13 +105,21 @@ def _without_chunks(monkeypatch):
         spread = jnp.where(valid, -(jnp.exp(log_p) * log_p).sum(-1), 0) if entropy else None
         return LogProbs(jnp.where(valid, chosen, 0), valid, spread)
 
-    monkeypatch.setattr(nn, "token_log_probs", scored)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn, "token_log_probs", scored)
+        yield
 
 
-def compare(name, loss_of, logits):
-    value, gradient = jax.value_and_grad(loss_of)(jnp.asarray(logits))
-    np.testing.assert_allclose(value, TRL[f"{name}:loss"], atol=5e-5, rtol=5e-5)
-    np.testing.assert_allclose(gradient, TRL[f"{name}:gradient"], atol=5e-5)
+def computed(losses):
+    """Loss, metrics and gradient of functions of logits, compiled as one program."""
+    gradients = {name: jax.value_and_grad(loss, has_aux=True) for name, loss in losses.items()}
+    run = jax.jit(lambda logits: {name: f(logits) for name, f in gradients.items()}, compiler_options=tiny.QUICKLY)
+    return jax.device_get(run(jnp.asarray(DATA["logits"])))
+
+
+def compare(name, value, gradient):
+    np.testing.assert_allclose(value, TRL[f"{name}:loss"], atol=5e-5, rtol=5e-5, err_msg=name)
+    np.testing.assert_allclose(gradient, TRL[f"{name}:gradient"], atol=5e-5, err_msg=name)
     assert np.abs(gradient).max() > 1e-3
 
 
@@ -122,25 +128,20 @@ def mean(loss, batch, logits):
     return total / stats.num_targets, means(stats)
 
 
-def rows(*names):
-    out = {"tokens": DATA["ids"][:, :-1], "targets": targets(DATA), "segment_ids": DATA["attention"][:, :-1]}
-    return {name: jnp.asarray(x) for name, x in (out | {name: DATA[name] for name in names}).items()}
+@pytest.fixture(scope="module")
+def preferences():
+    order = np.arange(2 * PAIRS).reshape(2, PAIRS).T.reshape(-1)  # pairs next to each other
+
+    def of_pairs(loss, logits):
+        return mean(loss, interleaved(pairs(*["reference_log_probs"] * loss.needs_reference)), logits[order])
+
+    return computed({name: functools.partial(of_pairs, loss) for name, loss in PREFERENCES.items()})
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
-def test_preferences(name):
-    loss = PREFERENCES[name]
-    rows_of_both = rows("reference_log_probs") if loss.needs_reference else rows()
-    batch = interleaved(
-        {
-            "chosen": {k: x[:PAIRS] for k, x in rows_of_both.items()},
-            "rejected": {k: x[PAIRS:] for k, x in rows_of_both.items()},
-        }
-    )
-    order = np.arange(2 * PAIRS).reshape(2, PAIRS).T.reshape(-1)  # pairs next to each other
-    run = lambda logits: mean(loss, batch, logits[order])
-    compare(name, lambda logits: run(logits)[0], DATA["logits"])
-    metrics = run(jnp.asarray(DATA["logits"]))[1]
+def test_preferences(name, preferences):
+    (value, metrics), gradient = preferences[name]
+    compare(name, value, gradient)
     stored = {key.partition("metric/")[2] for key in TRL.files if key.startswith(f"{name}:metric/")} - {"entropy"}
     assert stored >= {"rewards/chosen", "rewards/rejected"}
     for metric in stored:
@@ -149,17 +150,15 @@ def test_preferences(name):
 
 def test_kto():
     batch = rows("reference_log_probs", "desirable")
-    z = segment_sums(
-        jnp.where(batch["targets"] >= 0, scores(DATA["mismatched"]) - batch["reference_log_probs"], 0), None
-    )
-    batch["kl_baseline"] = jnp.full(len(batch["tokens"]), jnp.mean(z))
-    run = lambda logits: mean(pt.KTO(0.4, 1.2, 0.7), batch, logits)
-    compare("kto", lambda logits: run(logits)[0], DATA["logits"])
-    metrics = run(jnp.asarray(DATA["logits"]))[1]
+    mask, good = np.asarray(batch["targets"]) >= 0, DATA["desirable"]
+    reference = DATA["reference_log_probs"]
+    z = np.where(mask, scores(DATA["mismatched"]) - reference, 0).sum(1)
+    batch["kl_baseline"] = jnp.full(len(z), z.mean())
+    (value, metrics), gradient = computed({"kto": functools.partial(mean, pt.KTO(0.4, 1.2, 0.7), batch)})["kto"]
+    compare("kto", value, gradient)
     np.testing.assert_allclose(metrics["kl"], TRL["kto:metric/kl"], rtol=5e-5)
     # As TRL, rewards are means over the answers of their kind, not over all of them.
-    mask, good = batch["targets"] >= 0, DATA["desirable"]
-    rewards = 0.4 * np.where(mask, scores(DATA["logits"]) - batch["reference_log_probs"], 0).sum(1)
+    rewards = 0.4 * np.where(mask, scores(DATA["logits"]) - reference, 0).sum(1)
     assert 0 < good.sum() < len(good)
     np.testing.assert_allclose(metrics["rewards/desirable"], rewards[good].mean(), rtol=5e-5)
     np.testing.assert_allclose(metrics["rewards/undesirable"], rewards[~good].mean(), rtol=5e-5)
@@ -178,42 +177,51 @@ def policy_rows(name):
     return batch
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies(name):
-    loss, batch = POLICIES[name], policy_rows(name)
-    run = lambda logits: mean(loss, batch, logits)
-    compare(name, lambda logits: run(logits)[0], DATA["logits"])
-    if loss.mean == "token":
-        metrics = run(jnp.asarray(DATA["logits"]))[1]
+def two_in_a_row(x):
+    return x.reshape(PAIRS, 2 * x.shape[1], *x.shape[2:])
+
+
+def policy(name, packed, logits):
+    batch = policy_rows(name)
+    if packed:
+        batch["advantages"] = jnp.broadcast_to(batch["advantages"][:, None], batch["tokens"].shape)
+        batch["segment_ids"] *= jnp.array([[1], [2]] * PAIRS)
+        batch, logits = {key: two_in_a_row(x) for key, x in batch.items()}, two_in_a_row(logits)
+    return mean(POLICIES[name], batch, logits)
+
+
+# Those that sum over a sequence, which by default have two sequences in each row.
+OF_SEQUENCES = {
+    "policy/grpo", "policy/gspo", "policy/rloo", "policy/sequence_truncate", "policy/sequence_mask",
+    "tools/gspo", "tools/vespo", "tools/luspo", "tools/off-policy",
+}  # fmt: skip
+
+
+@functools.cache
+def policies(packed, default):
+    names = [name for name in POLICIES if ((name in OF_SEQUENCES) == packed) == default]
+    return computed({name: functools.partial(policy, name, packed) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        pytest.param(name, packed, marks=[pytest.mark.full] * ((name in OF_SEQUENCES) != packed))
+        for packed in (False, True)
+        for name in POLICIES
+    ],
+)
+def test_policies(name, packed):
+    (value, metrics), gradient = policies(packed, (name in OF_SEQUENCES) == packed)[name]
+    compare(name, value, gradient)
+    if POLICIES[name].mean == "token":
         for ours, theirs in METRICS.items():
             if (key := f"{name}:metric/{theirs}") in TRL.files:
                 np.testing.assert_allclose(metrics[ours], TRL[key], atol=5e-5, rtol=5e-5, err_msg=ours)
 
 
-def test_policies_of_packed_rows():
-    """Two sequences in each row."""
-    two_in_a_row = lambda x: x.reshape(PAIRS, 2 * x.shape[1], *x.shape[2:])
-
-    @functools.partial(jax.jit, compiler_options=tiny.QUICKLY)
-    def all_gradients(logits):
-        values = {}
-        for name, loss in POLICIES.items():
-            batch = policy_rows(name)
-            batch["advantages"] = jnp.broadcast_to(batch["advantages"][:, None], batch["tokens"].shape)
-            batch["segment_ids"] *= jnp.array([[1], [2]] * PAIRS)
-            packed = {key: two_in_a_row(x) for key, x in batch.items()}
-            run = lambda logits, loss=loss, packed=packed: mean(loss, packed, two_in_a_row(logits))[0]
-            values[name] = jax.value_and_grad(run)(logits)
-        return values
-
-    for name, (value, gradient) in all_gradients(jnp.asarray(DATA["logits"])).items():
-        np.testing.assert_allclose(value, TRL[f"{name}:loss"], atol=5e-5, rtol=5e-5, err_msg=name)
-        np.testing.assert_allclose(gradient, TRL[f"{name}:gradient"], atol=5e-5, err_msg=name)
-
-
 def test_the_distance_of_the_sampler_from_the_policy():
-    batch = policy_rows("tools/dapo")
-    metrics = mean(dapo(), batch, jnp.asarray(DATA["logits"]))[1]
+    (_, metrics), _ = policies(False, True)["tools/dapo"]
     log_p = np.asarray(jax.nn.log_softmax(DATA["logits"] / TEMPERATURE))
     log_probs = np.take_along_axis(log_p, DATA["ids"][:, 1:, None], -1)[..., 0]
     gap = (log_probs - DATA["sampler_log_probs"])[targets(DATA, tools=True) >= 0]
@@ -222,46 +230,51 @@ def test_the_distance_of_the_sampler_from_the_policy():
 
 
 def test_unpaired_preferences_without_a_baseline():
-    batch = rows("reference_log_probs", "desirable")
-    run = lambda loss, logits: mean(loss, batch, jnp.asarray(logits))[0]
-    apo = pt.KTO(0.4, 1.2, 0.7, "apo_zero_unpaired")
-    compare("kto/apo_zero_unpaired", functools.partial(run, apo), DATA["logits"])
-    mask, good = np.asarray(batch["targets"]) >= 0, DATA["desirable"]
-    rewards = 0.4 * np.where(mask, scores(DATA["logits"]) - batch["reference_log_probs"], 0).sum(1)
-    away = rewards - rewards.mean()
-    want = np.where(good, 1.2 * np.logaddexp(0, -away), 0.7 * np.logaddexp(0, away)).mean()
-    np.testing.assert_allclose(run(pt.KTO(0.4, 1.2, 0.7, "bco"), DATA["logits"]), want, rtol=1e-5)
-    batch["kl_baseline"] = jnp.full(len(good), 0.5)
-    away = rewards - 0.4 * 0.5
-    want = np.where(good, 1.2 * np.logaddexp(0, -away), 0.7 * np.logaddexp(0, away)).mean()
-    np.testing.assert_allclose(run(pt.KTO(0.4, 1.2, 0.7, "bco"), DATA["logits"]), want, rtol=1e-5)
+    batch, good = rows("reference_log_probs", "desirable"), DATA["desirable"]
+    with_baseline = batch | {"kl_baseline": jnp.full(len(good), 0.5)}
+    apo, bco = (pt.KTO(0.4, 1.2, 0.7, kind) for kind in ("apo_zero_unpaired", "bco"))
+    losses = {"apo": (apo, batch), "bco": (bco, batch), "bco with a baseline": (bco, with_baseline)}
+    got = computed({name: functools.partial(mean, *loss) for name, loss in losses.items()})
+    compare("kto/apo_zero_unpaired", got["apo"][0][0], got["apo"][1])
+    mask = np.asarray(batch["targets"]) >= 0
+    rewards = 0.4 * np.where(mask, scores(DATA["logits"]) - DATA["reference_log_probs"], 0).sum(1)
+    for name, baseline in (("bco", rewards.mean()), ("bco with a baseline", 0.4 * 0.5)):
+        away = rewards - baseline
+        want = np.where(good, 1.2 * np.logaddexp(0, -away), 0.7 * np.logaddexp(0, away)).mean()
+        np.testing.assert_allclose(got[name][0][0], want, rtol=1e-5)
 
 
 def test_the_students_likeliest_tokens_and_features():
     batch = rows() | {"teacher": Head(), "teacher_hidden": jnp.asarray(DATA["teacher"])}
-    run = lambda loss, logits: mean(loss, batch, logits)
-    loss = pt.Distillation(beta=1.0, temperature=TEMPERATURE, student_top_k=3)
-    compare("student_top_k/1.0", lambda logits: run(loss, logits)[0], DATA["logits"])
+    plain = pt.Distillation(beta=1.0, temperature=TEMPERATURE, student_top_k=3)
+    losses = {"plain": plain, "features": dataclasses.replace(plain, features=0.5)}
+    got = computed({name: functools.partial(mean, loss, batch) for name, loss in losses.items()})
+    compare("student_top_k/1.0", got["plain"][0][0], got["plain"][1])
     mask = targets(DATA) >= 0
     want = ((DATA["logits"] - DATA["teacher"]) ** 2).mean(-1)[mask].mean()
-    value, metrics = run(dataclasses.replace(loss, features=0.5), jnp.asarray(DATA["logits"]))
+    value, metrics = got["features"][0]
     np.testing.assert_allclose(metrics["features"], want, rtol=1e-5)
     np.testing.assert_allclose(value, metrics["divergence"] + 0.5 * want, rtol=1e-5)
     ids = jnp.zeros((*mask.shape, 2), jnp.int32)
     stored = rows() | {"teacher_ids": ids, "teacher_log_probs": jnp.zeros(ids.shape) - 1.0}
     with pytest.raises(ValueError, match="features need a teacher model"):
-        mean(pt.Distillation(features=1.0), stored, jnp.asarray(DATA["logits"]))
+        jax.eval_shape(functools.partial(mean, pt.Distillation(features=1.0), stored), DATA["logits"])
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_divergences(beta):
+def test_divergences():
+    betas = (0.0, 0.3, 1.0)
     mask = targets(DATA) >= 0
-    teacher = jax.nn.log_softmax(DATA["teacher"] / TEMPERATURE)
-    student = lambda logits: jax.nn.log_softmax(logits / TEMPERATURE)
-    average = lambda x: jnp.sum(jnp.where(mask, x, 0)) / mask.sum()
-    run = lambda logits: average(ops.divergence(student(logits), teacher, beta=beta))
-    compare(f"distillation/{beta}", run, DATA["logits"])
-    values, ids = jax.lax.top_k(teacher, 3)
-    chosen = lambda logits: jnp.take_along_axis(student(logits), ids, -1)
-    run = lambda logits: average(ops.top_k_divergence(chosen(logits), values, beta=beta))
-    compare(f"top_k/{beta}", run, DATA["logits"])
+    log_p = lambda logits: jax.nn.log_softmax(logits / TEMPERATURE)
+    average = lambda x: (jnp.sum(jnp.where(mask, x, 0)) / mask.sum(), {})
+
+    def of_all(beta, logits):
+        return average(ops.divergence(log_p(logits), log_p(DATA["teacher"]), beta=beta))
+
+    def of_top_k(beta, logits):
+        values, ids = jax.lax.top_k(log_p(DATA["teacher"]), 3)
+        return average(ops.top_k_divergence(jnp.take_along_axis(log_p(logits), ids, -1), values, beta=beta))
+
+    kinds = {"distillation": of_all, "top_k": of_top_k}
+    losses = {f"{kind}/{beta}": functools.partial(f, beta) for kind, f in kinds.items() for beta in betas}
+    for name, ((value, _), gradient) in computed(losses).items():
+        compare(name, value, gradient)

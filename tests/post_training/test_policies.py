@@ -14,7 +14,7 @@ from maxlib import inference, nn, sharding
 from maxlib import post_training as pt
 from maxlib.training import losses
 from maxlib.training._step import make_gradient
-from tests.nn.tiny import tiny_llama
+from tests.nn.tiny import filled_llama
 
 NAN = float("nan")
 REWARDS = np.array([[1.0, 0.0, 0.5, 0.0], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, 0.0, 3.0]])
@@ -142,7 +142,7 @@ def test_the_loss_compares_itself_with_the_sampler_of_a_batch(options):
     pipeline = sharding.Pipeline(microbatches=2, schedule="1f1b")
     layout = sharding.Layout(sharding.make_mesh(stage=2, data=4), sharding.DP | pipeline)
     with contextlib.nullcontext() if options else sharding.use(layout):
-        params, rest = nn.partition(tiny_llama(num_layers=2, vocab=16))
+        params, rest = nn.partition(filled_llama(num_layers=2, vocab=16))
         gradient = make_gradient(WARM, **options)
         trace = lambda batch: jax.eval_shape(gradient, params, rest, batch, jax.random.key(0))
         assert trace(rollouts(inference.Sampler(temperature=0.7)))[1].shape == ()
@@ -152,7 +152,7 @@ def test_the_loss_compares_itself_with_the_sampler_of_a_batch(options):
 
 def test_what_is_no_sampler_for_training_is_refused_in_a_batch():
     scored = lambda sampler: jax.eval_shape(
-        lambda model, batch: WARM(model, batch, None), tiny_llama(num_layers=1, vocab=16), rollouts(sampler)
+        lambda model, batch: WARM(model, batch, None), filled_llama(num_layers=1, vocab=16), rollouts(sampler)
     )
     with pytest.raises(ValueError, match="changes it by {'top_p': 0.9}"):
         scored(inference.Sampler(temperature=0.7, top_p=0.9))
@@ -225,8 +225,8 @@ def test_probabilities_that_the_sampler_did_not_report_weigh_one():
     )
     masked = pt.RolloutCorrection("token", 0.5, 2.0, "zero")(trained, sampler, mask, None)
     np.testing.assert_allclose(masked, [[1, 0, 0]])
-    whole = pt.RolloutCorrection("sequence", None, None)(trained, sampler, mask, jnp.array([[1, 1, 2]]))
-    np.testing.assert_allclose(whole, [[np.e, np.e, np.exp(-2)]], rtol=1e-6)
+    of_sequences = pt.RolloutCorrection("sequence", None, None)(trained, sampler, mask, jnp.array([[1, 1, 2]]))
+    np.testing.assert_allclose(of_sequences, [[np.e, np.e, np.exp(-2)]], rtol=1e-6)
 
 
 def test_tokens_whose_probability_moved_far_are_left_out():

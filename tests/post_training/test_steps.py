@@ -15,27 +15,11 @@ from maxlib import adapters, nn, training
 from maxlib import post_training as pt
 from tests.models import parity
 from tests.post_training import make_steps
-from tests.post_training.arrays import PAIRS, TEMPERATURE, arrays, targets
-
-DATA = arrays()
-
-
-def rows(*names):
-    out = {"tokens": DATA["ids"][:, :-1], "targets": targets(DATA), "segment_ids": DATA["attention"][:, :-1]}
-    return {name: jnp.asarray(x) for name, x in (out | {name: DATA[name] for name in names}).items()}
-
-
-def pairs():
-    rows_of_both = rows("reference_log_probs")
-    return {
-        "chosen": {k: x[:PAIRS] for k, x in rows_of_both.items()},
-        "rejected": {k: x[PAIRS:] for k, x in rows_of_both.items()},
-    }
-
+from tests.post_training.arrays import TEMPERATURE, pairs, rows
 
 LOSSES = {
     "sft": (training.NextToken(), rows),
-    "dpo": (pt.DPO(0.3), pairs),
+    "dpo": (pt.DPO(0.3), functools.partial(pairs, "reference_log_probs")),
     "dapo": (
         pt.DAPO(temperature=TEMPERATURE, surrogate=pt.Clip(0.2, 0.2), kl_term=pt.KL(0.3)),
         functools.partial(rows, "advantages", "reference_log_probs"),
@@ -91,10 +75,11 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
     rng = np.random.default_rng(0)
     hidden, weight = rng.normal(size=(2, 5, 4)), rng.normal(size=(7, 4))
     ids = np.where(rng.random((2, 5)) < 0.3, -1, rng.integers(0, 7, (2, 5)))
-    log_p = lambda w: jax.nn.log_softmax(hidden @ w.T)
+    log_p = lambda w: jax.nn.log_softmax(jnp.asarray(hidden, jnp.float32) @ w.T)
     at = np.maximum(ids, 0)[..., None]
     log_prob_of = lambda w: jnp.where(ids >= 0, jnp.take_along_axis(log_p(w), at, -1)[..., 0], 0)
-    probability = np.exp(np.asarray(log_prob_of(weight)))
+    log_probs = np.asarray(jax.jit(log_prob_of)(jnp.asarray(weight, jnp.float32)), np.float64)
+    probability = np.exp(log_probs)
 
     class Head:
         softcap = None
@@ -105,22 +90,21 @@ def test_dft_is_its_formula_and_its_factor_has_no_gradient():
         def head_weight(self):
             return self.w
 
-    def ours(w):
-        loss, stats = training.DFT().from_hidden(
-            Head(w), jnp.asarray(hidden, jnp.float32), {"targets": jnp.asarray(ids)}
-        )
-        return loss, stats
+    @jax.jit
+    def gradients(w):
+        batch = {"targets": jnp.asarray(ids)}
+        of_loss = lambda w: training.DFT().from_hidden(Head(w), jnp.asarray(hidden, jnp.float32), batch)
+        of_formula = lambda w: -jnp.sum(probability * log_prob_of(w))
+        return jax.value_and_grad(of_loss, has_aux=True)(w), jax.value_and_grad(of_formula)(w)
 
-    value, gradient = jax.value_and_grad(lambda w: ours(w)[0])(jnp.asarray(weight, jnp.float32))
-    want, slope = jax.value_and_grad(lambda w: -jnp.sum(probability * log_prob_of(w)))(jnp.asarray(weight))
+    ((value, stats), gradient), (want, slope) = gradients(jnp.asarray(weight, jnp.float32))
     np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(gradient, slope, atol=1e-5)
-    assert int(ours(jnp.asarray(weight, jnp.float32))[1].num_targets) == (ids >= 0).sum()
+    assert int(stats.num_targets) == (ids >= 0).sum()
     of_targets = rng.random((2, 5)).astype(np.float32)  # a weighted mean, as that of NextToken
     batch = {"targets": jnp.asarray(ids), "loss_weights": jnp.asarray(of_targets)}
-    loss, stats = training.DFT().from_hidden(
-        Head(jnp.asarray(weight, jnp.float32)), jnp.asarray(hidden, jnp.float32), batch
-    )
-    np.testing.assert_allclose(loss, -np.sum(of_targets * probability * log_prob_of(weight)), rtol=1e-5)
+    run = jax.jit(lambda w: training.DFT().from_hidden(Head(w), jnp.asarray(hidden, jnp.float32), batch))
+    loss, stats = run(jnp.asarray(weight, jnp.float32))
+    np.testing.assert_allclose(loss, -np.sum(of_targets * probability * log_probs), rtol=1e-5)
     np.testing.assert_allclose(stats.num_targets, of_targets[ids >= 0].sum(), rtol=1e-6)
     assert float(stats.sums["nll"].count) == (ids >= 0).sum()

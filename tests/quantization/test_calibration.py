@@ -14,6 +14,7 @@ from maxlib.models import llama, mixtral, olmo2
 from maxlib.quantization import _gptq, _scales
 from maxlib.quantization._gptq import _rounded
 from tests.models import parity
+from tests.nn.tiny import filled
 
 ROPE = ops.Rope(32, max_length=64)
 SIZES = {"vocab": 64, "num_layers": 2, "dim": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "rope": ROPE}
@@ -36,7 +37,7 @@ def with_outliers(model):
 
 @pytest.fixture(scope="module")
 def dense():
-    return with_outliers(jax.jit(lambda: llama.Llama(DENSE, rngs=nnx.Rngs(0)))())
+    return with_outliers(filled(lambda: llama.Llama(DENSE, rngs=nnx.Rngs(0))))
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,10 @@ def test_error_is_at_most_that_of_qwix():
 
 def test_a_model_changes_less_than_by_rounding_to_nearest(dense):
     asymmetric = quantization.Rule(quantization.INFERENCE["int4_asymmetric"], match="layers.mlp.*")
-    rules = [quantization.Rule(None, match="layers.attn.o"), asymmetric, quantization.Rule(INT4)]
-    small, nearest = quantization.gptq(dense, [TOKENS], rules), quantization.for_inference(dense, rules)
+    exact = quantization.Rule(None, match="layers.attn.[kvo]")
+    rules = [exact, quantization.Rule(None, match="layers.mlp.up"), asymmetric, quantization.Rule(INT4)]
+    small = quantization.gptq(dense, [TOKENS], rules)
+    nearest = jax.jit(lambda model: quantization.for_inference(model, rules))(dense)
     table = quantization.compare_methods(dense, {"gptq": lambda: small, "nearest": lambda: nearest}, TOKENS)
     assert table.errors["gptq"].logit_error < 0.8 * table.errors["nearest"].logit_error
     assert table.bytes["gptq"] == table.bytes["nearest"] and "nearest" in str(table)
@@ -202,9 +205,10 @@ def test_formats_and_rules_are_checked(dense):
         quantization.smoothquant(dense, [TOKENS], strength=2)
 
 
-def test_a_model_with_adapters_is_refused(dense):
+def test_a_model_with_adapters_is_refused():
     """Scales and rotations would change the weight, and not the adapter beside it."""
-    adapted = adapters.add(dense, adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(0))
+    model = lambda: llama.Llama(DENSE, rngs=nnx.Rngs(0))
+    adapted = filled(lambda: adapters.add(model(), adapters.LoRA(rank=2, alpha=4), rngs=nnx.Rngs(1)))
     for calibrate in (quantization.awq, quantization.gptq):
         with pytest.raises(ValueError, match="has an adapter"):
             calibrate(adapted, [np.zeros((1, 8), np.int32)], "int8")

@@ -18,7 +18,7 @@ from maxlib.nn.quantized import pack, unpack
 from maxlib.ops._quantized_einsum import QUANTIZED_EINSUM
 from maxlib.quantization._matmul import Quantized
 from tests.nn.tiny import tokens
-from tests.quantization.tiny import model, stored
+from tests.quantization.tiny import model, shapes, stored
 from tests.training.tiny import VOCAB, llama
 
 # The error of the logits that each format may have on these small random models, about one and a half times what it
@@ -34,8 +34,9 @@ FORMATS = {
 }
 
 
-def values(qtype: str, group: int | None, shape=(4, 3, 32)):
-    w = jax.random.normal(jax.random.key(0), shape)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def values(qtype: str, group: int | None):
+    w = jax.random.normal(jax.random.key(0), (4, 3, 32))
     return w, nn.quantized.QuantizedWeight(w, qtype=qtype, outputs=(0, 1), group=group, axes=("a", "b", "c"))
 
 
@@ -52,17 +53,23 @@ def test_weights_in_fewer_bits(qtype, group, error, bits):
 @pytest.mark.parametrize(("qtype", "least"), [("int4", -8), ("int8", -128)])
 def test_zero_points_spread_a_group_over_the_range(qtype, least):
     """By the formula, of numbers around 1: from the least, or 0, to the largest."""
-    w = 1 + jax.random.normal(jax.random.key(0), (3, 32))
-    q = nn.quantized.QuantizedWeight(w, qtype=qtype, outputs=(0,), group=16, axes=("a", "b"), symmetric=False)
+    w = 1 + np.random.default_rng(0).normal(size=(3, 32)).astype(np.float32)
+
+    @jax.jit
+    def stored(w):
+        q = nn.quantized.QuantizedWeight(w, qtype=qtype, outputs=(0,), group=16, axes=("a", "b"), symmetric=False)
+        return q.zeros[...], q.quantized().qvalue.astype(jnp.int32), q[...]
+
+    zeros, integers, numbers = stored(jnp.asarray(w))
     groups = np.asarray(w, np.float64).reshape(3, 2, 16)
     low, high = np.minimum(groups.min(-1), 0), groups.max(-1)
     scale = (high - low) / (-2 * least - 1)
     zero = np.round(least - low / scale)
     values = np.clip(np.round(groups / scale[..., None]) + zero[..., None], least, -least - 1)
-    np.testing.assert_array_equal(q.zeros[...], zero)
-    np.testing.assert_array_equal(q.quantized().qvalue.astype(jnp.int32), values.reshape(3, 32))
+    np.testing.assert_array_equal(zeros, zero)
+    np.testing.assert_array_equal(integers, values.reshape(3, 32))
     scale = scale.astype(jnp.bfloat16).astype(np.float64)
-    np.testing.assert_allclose(q[...], ((values - zero[..., None]) * scale[..., None]).reshape(3, 32), rtol=1e-6)
+    np.testing.assert_allclose(numbers, ((values - zero[..., None]) * scale[..., None]).reshape(3, 32), rtol=1e-6)
 
 
 def test_four_bits_hold_every_code():
@@ -81,8 +88,8 @@ def test_logits_of_every_format(formats):
     t = tokens(2, 12, vocab=VOCAB)
     logits = lambda m: m.logits(m(t, dtype=jnp.float32).hidden)
     low = lambda m: {what: logits(quant.for_inference(m, FORMATS[what][0])) for what in formats}
-    exact, found = jax.jit(lambda m: (logits(m), low(m)))(model("both"))
-    for what, got in found.items():
+    exact, rounded = jax.jit(lambda m: (logits(m), low(m)))(model("both"))
+    for what, got in rounded.items():
         # The median over tokens: where rounding changes the choice of an expert, a token's result is another one.
         error = jnp.median(jnp.linalg.norm(got - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1))
         assert 0 < error < FORMATS[what][1], (what, error)
@@ -90,15 +97,15 @@ def test_logits_of_every_format(formats):
 
 def test_report_names_what_is_quantized_and_what_is_not():
     full = model("moe")
-    found = quant.report(stored("moe", "int8"))
-    assert set(found.unquantized) == {"embed", "head", "layers.groups.0.0.mlp.router.gate"}
+    report = quant.report(stored("moe", "int8"))
+    assert set(report.unquantized) == {"embed", "head", "layers.groups.0.0.mlp.router.gate"}
     experts = 2 * 3 * 4 * 16 * 32
     scales = 4 * 2 * 4 * (16 + 16 + 32)
-    assert found.bytes_before == sum(a.nbytes for a in jax.tree.leaves(full))
-    assert found.bytes_before - found.bytes_after == 3 * experts - scales
-    assert found.share == experts / (experts + 2 * VOCAB * 32 + 2 * 4 * 32)
-    text = str(found)
-    assert "layers.groups.0.0.mlp.gate" in text and f"{found.bytes_after:,}" in text and "full precision" in text
+    assert report.bytes_before == sum(a.nbytes for a in jax.tree.leaves(full))
+    assert report.bytes_before - report.bytes_after == 3 * experts - scales
+    assert report.share == experts / (experts + 2 * VOCAB * 32 + 2 * 4 * 32)
+    text = str(report)
+    assert "layers.groups.0.0.mlp.gate" in text and f"{report.bytes_after:,}" in text and "full precision" in text
 
 
 def test_errors_of_a_quantized_model():
@@ -118,7 +125,7 @@ def test_errors_of_a_quantized_model():
 )
 def test_generates_with_quantized_weights_and_cache(cache_dtype):
     """As a pass without a cache says, in spite of the generator's own casts."""
-    low = jax.jit(lambda: quant.for_inference(llama(num_layers=1), "int8_w8a8"))()
+    low = stored("llama", "int8_w8a8")
     prompt = tokens(1, 9, vocab=VOCAB)[0].tolist()
     run = jax.jit(lambda low, ids: low.logits(low(ids, dtype=jnp.float32).hidden))
     full = np.asarray(run(low, jnp.array([prompt])))[0, -1]
@@ -145,13 +152,15 @@ def test_every_way_to_multiply_by_a_stored_weight(qtype):
 
 
 def test_experts_multiply_the_same_values_in_a_wider_dtype():
-    w = jax.random.normal(jax.random.key(0), (3, 8, 32))
-    w = nn.quantized.QuantizedWeight(w, qtype="int8", outputs=(0, 1), group=None, axes=("a", "b", "c"))
-    rows, counts = jax.random.normal(jax.random.key(1), (10, 32)), jnp.array([4, 0, 5])
-    grouped = Quantized(quant.INFERENCE["int8_w8a8"]).grouped
-    np.testing.assert_allclose(
-        grouped(rows, w.widened(jnp.float32), counts), grouped(rows, w, counts), rtol=1e-5, atol=1e-5
-    )
+    rng, counts = np.random.default_rng(0), jnp.array([4, 0, 5])
+
+    @jax.jit
+    def products(rows, w):
+        w = nn.quantized.QuantizedWeight(w, qtype="int8", outputs=(0, 1), group=None, axes=("a", "b", "c"))
+        return [Quantized(quant.INFERENCE["int8_w8a8"]).grouped(rows, w, counts) for w in (w, w.widened(jnp.float32))]
+
+    narrow, wide = products(*(jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((10, 32), (3, 8, 32))))
+    np.testing.assert_allclose(wide, narrow, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -226,13 +235,13 @@ def cost(f, w):
     program = jax.jit(f).lower(array((8, 4096), jnp.bfloat16), w).compile()
     return program.cost_analysis()["bytes accessed"], program.memory_analysis().temp_size_in_bytes
 
-found = {"bfloat16": cost(functools.partial(jnp.einsum, "...D,FD->...F"), array((2048, 4096), jnp.bfloat16))}
+costs = {"bfloat16": cost(functools.partial(jnp.einsum, "...D,FD->...F"), array((2048, 4096), jnp.bfloat16))}
 for qtype, group, dtype in (("int8", None, "int8"), ("int4", 32, "int4"), ("nf4", 64, "uint4")):
     w, x = weight(qtype, group, dtype), array((8, 4096), jnp.bfloat16)
     chosen = ops.explain_quantized_einsum("...D,FD->...F", x, w, device=("tpu", "v5e")).chosen
     run = QUANTIZED_EINSUM[chosen].run
-    found[qtype] = cost(lambda x, w: run("...D,FD->...F", x, w, None, jnp.einsum), w)
-print(json.dumps(found))
+    costs[qtype] = cost(lambda x, w: run("...D,FD->...F", x, w, None, jnp.einsum), w)
+print(json.dumps(costs))
 """
 
 
@@ -298,7 +307,7 @@ def test_restored_weights_are_parameters_again():
 )
 def test_rules_that_do_not_fit(rules, message):
     with pytest.raises(ValueError, match=message):
-        quant.for_inference(jax.eval_shape(lambda: model("llama")), rules)
+        quant.for_inference(shapes("llama"), rules)
 
 
 def test_a_named_format_leaves_what_its_groups_do_not_divide():
@@ -309,7 +318,7 @@ def test_a_named_format_leaves_what_its_groups_do_not_divide():
     formats = {row.path.rpartition(".")[2]: row.format for row in quant.report(low).rows if row.kind == "dense"}
     assert formats == dict.fromkeys(("q", "k", "v", "gate", "up", "down"), "nf4 in groups of 64") | {"o": None}
     with pytest.raises(ValueError, match="got nf4 in groups of 64, which fits none of"):
-        jax.eval_shape(lambda m: quant.for_inference(m, "nf4"), jax.eval_shape(lambda: model("moe")))
+        jax.eval_shape(lambda m: quant.for_inference(m, "nf4"), shapes("moe"))
 
 
 def test_quantizing_twice_is_refused():

@@ -12,8 +12,8 @@ from maxlib import nn
 from maxlib import quantization as quant
 from maxlib.quantization import _blocks
 from maxlib.quantization._matmul import Quantized
-from tests.quantization.test_blocks import draw, lowered, value_and_gradients
-from tests.quantization.tiny import model
+from tests.quantization.test_blocks import draw, lowered
+from tests.quantization.tiny import model, value_and_gradients
 
 NVFP4 = quant.TRAINING["nvfp4"]
 
@@ -74,14 +74,19 @@ def test_products_and_gradients_equal_float64_on_the_same_blocks(spec, of_x, of_
 
     def low(a, letters, along, **options):
         sides = tuple(16 if letter in along else 1 for letter in letters)
-        return np.asarray(_blocks.quantize(a, "nvfp4", sides, **options).restored(jnp.float32), np.float64)
+        return _blocks.quantize(a, "nvfp4", sides, **options).restored(jnp.float32)
 
-    inner, outer = of_w[-1], next(letter for letter in reversed(of_w) if letter not in of_x)
-    square = low(w, of_w, inner + outer)
-    want = np.einsum(spec, low(x, of_x, inner), square)
-    want_dx = np.einsum(f"{of_y},{of_w}->{of_x}", low(d, of_y, outer, stochastic=True), square)
-    left, right = (_blocks._rotated(a, letters.index("T")) for a, letters in ((d, of_y), (x, of_x)))
-    want_dw = np.einsum(f"{of_y},{of_x}->{of_w}", low(left, of_y, "T", stochastic=True), low(right, of_x, "T"))
+    @jax.jit
+    def operands(d, x, w):
+        inner, outer = of_w[-1], next(letter for letter in reversed(of_w) if letter not in of_x)
+        left, right = (_blocks._rotated(a, letters.index("T")) for a, letters in ((d, of_y), (x, of_x)))
+        forward = low(w, of_w, inner + outer), low(x, of_x, inner), low(d, of_y, outer, stochastic=True)
+        return *forward, low(left, of_y, "T", stochastic=True), low(right, of_x, "T")
+
+    square, across, back, left, right = (np.asarray(a, np.float64) for a in operands(d, x, w))
+    want = np.einsum(spec, across, square)
+    want_dx = np.einsum(f"{of_y},{of_w}->{of_x}", back, square)
+    want_dw = np.einsum(f"{of_y},{of_x}->{of_w}", left, right)
     for got, of_float64 in ((y, want), (dx, want_dx), (dw, want_dw)):
         np.testing.assert_allclose(got, of_float64, rtol=1e-5, atol=1e-5 * np.abs(of_float64).max())
     for got, exact in zip((y, dx, dw), value_and_gradients(functools.partial(jnp.einsum, spec), d, x, w), strict=True):

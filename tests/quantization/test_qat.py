@@ -9,28 +9,26 @@ import pytest
 from maxlib import nn, training
 from maxlib import quantization as quant
 from maxlib.quantization._emulated import four_bit_floats
-from tests.quantization.tiny import model
+from tests.quantization.tiny import model, shapes
 from tests.training import tiny
 
 INT4 = quant.Format("int4", group=16)
 
 
-def loss_and_gradients(m):
-    trainable, rest = nn.partition(m)
+@jax.jit
+@jax.value_and_grad
+def loss_and_gradients(trainable, rest):
     batch = jax.tree.map(jnp.asarray, tiny.batch())
-
-    def total(trainable):
-        return training.NextToken()(nn.combine(trainable, rest), batch, dtype=jnp.float32)[0]
-
-    return jax.jit(jax.value_and_grad(total))(trainable)
+    return training.NextToken()(nn.combine(trainable, rest), batch, dtype=jnp.float32)[0]
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("both", marks=pytest.mark.full)])
 def test_it_trains_the_model_that_will_run(name):
     """Loss and gradients are those of a plain model with the weights that `for_inference` stores."""
-    stored = quant.full_precision(quant.for_inference(model(name), INT4))
-    (loss, gradients), (want, want_gradients) = map(loss_and_gradients, (quant.for_training(model(name), INT4), stored))
-    assert loss == want and loss != loss_and_gradients(model(name))[0]
+    stored = jax.jit(lambda m: quant.full_precision(quant.for_inference(m, INT4)))(model(name))
+    models = quant.for_training(model(name), INT4), stored, model(name)
+    (loss, gradients), (want, want_gradients), (exact, _) = (loss_and_gradients(*nn.partition(m)) for m in models)
+    assert loss == want and loss != exact
     for path, gradient in want_gradients.items():
         largest = float(jnp.abs(gradient).max())
         np.testing.assert_allclose(gradients[path], gradient, rtol=0, atol=1e-5 * largest, err_msg=path)
@@ -64,7 +62,7 @@ def test_four_bit_floats(kind):
 )
 def test_what_cannot_be_stored_is_refused(format, message):
     with pytest.raises(ValueError, match=message):
-        quant.for_inference(jax.eval_shape(lambda: model("llama")), [quant.Rule(format, "layers.mlp.*")])
+        quant.for_inference(shapes("llama"), [quant.Rule(format, "layers.mlp.*")])
 
 
 def test_groups_of_four_bit_floats_are_fixed():

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, observability, ops, sharding, training
 from maxlib import quantization as quant
 from maxlib.quantization._matmul import Quantized
-from tests.quantization.tiny import loss, model
+from tests.quantization.tiny import loss, model, shapes, value_and_gradients
 from tests.training import tiny
 
 GRADIENTS = quant.TRAINING["int8_gradients"]
@@ -25,15 +25,15 @@ def losses(rules) -> list[float]:
     optimizer = tiny.optimizer(start, 3e-3)
     state = training.make_state(jax.tree.map(jnp.copy, start), optimizer)
     step = tiny.jit_step(training.make_train_step(loss, optimizer))
-    found = []
+    values = []
     for _ in range(6):
         state, metrics = step(state, tiny.batch(rows=16))
-        found.append(float(metrics["nll"]))
-    return found
+        values.append(float(metrics["nll"]))
+    return values
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rules", ["fp8", "int8_gradients"])
+@pytest.mark.parametrize("rules", ["fp8", "int8_gradients", "fp8_block"])
 def test_loss_stays_near_that_of_full_precision(rules):
     full, low = losses(None), losses(rules)
     assert full[-1] < 0.97 * full[0]
@@ -46,13 +46,13 @@ def test_every_matmul_with_a_weight_is_quantized(name, rules, operands):
     """What is left: attention's own products, a router's scores, the weighted sum of experts' results."""
     forward = lambda m: m(BATCH["tokens"], dtype=jnp.float32).hidden
     low = quant.for_training(model(name), rules)
-    exact, found = (observability.flops_by_dtype(forward, m) for m in (model(name), low))
-    quantized = sum(flops for what, flops in found.items() if f"{operands} x {operands}" in what)
-    assert sum(found.values()) == sum(exact.values())
+    exact, rounded = (observability.flops_by_dtype(forward, m) for m in (model(name), low))
+    quantized = sum(flops for what, flops in rounded.items() if f"{operands} x {operands}" in what)
+    assert sum(rounded.values()) == sum(exact.values())
     assert quantized == 2 * BATCH["tokens"].size * weights(low) * (
         1 if name == "llama" else 2 / 4
     )  # two of four experts
-    assert ("float32 x float32" in found) == (name == "moe")
+    assert ("float32 x float32" in rounded) == (name == "moe")
 
 
 def weights(m) -> int:
@@ -62,21 +62,17 @@ def weights(m) -> int:
 def test_gradients_are_quantized_where_the_format_says():
     backward = jax.grad(lambda m: loss(m, BATCH)[0])
     experts, dense = (quant.for_training(model(name), "fp8") for name in ("moe", "llama"))
-    found = observability.flops_by_dtype(backward, experts)
-    assert {what for what in found if "grouped" in what} == {
+    experts_flops = observability.flops_by_dtype(backward, experts)
+    assert {what for what in experts_flops if "grouped" in what} == {
         "grouped_matmul float8_e4m3fn x float8_e4m3fn",
         "grouped_matmul float8_e5m2 x float8_e4m3fn",
         "grouped_outer float8_e5m2 x float8_e4m3fn",
     }
     # An einsum may take its operands in either order.
-    found = sum(flops for what, flops in observability.flops_by_dtype(backward, dense).items() if "float8_e5m2" in what)
-    assert found == 2 * 2 * BATCH["tokens"].size * weights(dense)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def value_and_gradients(multiply, d, x, w):
-    y, pull = jax.vjp(multiply, x, w)
-    return y, *pull(d)
+    flops_of_gradients = sum(
+        flops for what, flops in observability.flops_by_dtype(backward, dense).items() if "float8_e5m2" in what
+    )
+    assert flops_of_gradients == 2 * 2 * BATCH["tokens"].size * weights(dense)
 
 
 @pytest.mark.parametrize(("format", "layout"), [(GRADIENTS, "EOI"), (FP8, "EIO")], ids=str)
@@ -88,10 +84,10 @@ def test_grouped_product_and_gradients_are_near_the_exact_ones(format, layout):
     exact = lambda rows, w: ops.grouped_matmul(rows, w, counts, weight_order=layout)
     quantized = lambda rows, w: Quantized(format).grouped(rows, w, counts, layout)
     unused = jnp.where(jnp.arange(40)[:, None] < 36, rows, jnp.nan)  # rows of no expert may hold anything
-    found = value_and_gradients(quantized, d, unused, w)
-    for got, want in zip(found, value_and_gradients(exact, d, rows, w), strict=True):
+    results = value_and_gradients(quantized, d, unused, w)
+    for got, want in zip(results, value_and_gradients(exact, d, rows, w), strict=True):
         assert 0 < jnp.linalg.norm(got - want) < 0.06 * jnp.linalg.norm(want)
-    assert not jnp.any(found[0][36:]) and not jnp.any(found[1][36:])
+    assert not jnp.any(results[0][36:]) and not jnp.any(results[1][36:])
 
 
 @pytest.mark.parametrize("format", [GRADIENTS, FP8], ids=str)
@@ -189,7 +185,7 @@ def test_laying_out_a_stack_anew_keeps_its_layers():
 )
 def test_rules_that_do_not_fit(rules, message):
     with pytest.raises(ValueError, match=message):
-        quant.for_training(jax.eval_shape(lambda: model("llama")), rules)
+        quant.for_training(shapes("llama"), rules)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +215,8 @@ class Odd(nnx.Module):
 def test_matrices_of_unknown_layers_are_never_left_silently():
     low = lambda rules: quant.report(jax.eval_shape(lambda: quant.for_training(Odd(), rules)))
     with pytest.warns(UserWarning, match=r"layer types are unknown: \['other.kernel'\]"):
-        found = low("int8")
-    assert found.unquantized == ("other.kernel",) and "in full precision: other.kernel" in found.summary
+        report = low("int8")
+    assert report.unquantized == ("other.kernel",) and "in full precision: other.kernel" in report.summary
     assert low([quant.Rule(None, match="other.*", kinds=("unknown",)), quant.Rule(FP8)]).unquantized == (
         "other.kernel",
     )

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlib import nn, ops, quantization, training
-from tests.nn.tiny import filled
-from tests.training.tiny import VOCAB, llama
+from tests.nn.tiny import filled, filled_llama
+from tests.training.tiny import VOCAB
 
 loss = functools.partial(training.NextToken(), dtype=jnp.float32, remat="full")
 
@@ -52,8 +52,13 @@ class Experts(nnx.Module):
 def model(name: str):
     """ "llama", "moe" (which has only experts), or "both": attention and experts in one layer."""
     if name == "llama":
-        return llama(dim=32, mlp_dim=64, head_dim=16, num_kv_heads=1, rope=ops.Rope(16, max_length=64))
+        sizes = {"num_layers": 2, "dim": 32, "mlp_dim": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+        return filled_llama(**sizes, vocab=VOCAB, rope=ops.Rope(16, max_length=64))
     return filled(lambda: Experts(name == "both", rngs=nnx.Rngs(0)))
+
+
+def shapes(name: str):
+    return jax.eval_shape(lambda model: model, model(name))
 
 
 @functools.cache
@@ -62,3 +67,9 @@ def stored(name: str, rules):
     return jax.jit(lambda m: quantization.for_inference(m, list(rules) if isinstance(rules, tuple) else rules))(
         model(name)
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_gradients(multiply, d, x, w):
+    y, pull = jax.vjp(multiply, x, w)
+    return y, *pull(d)

@@ -59,18 +59,18 @@ def test_each_scheme_talks_as_it_should():
     place = jax.NamedSharding(mesh, P(None, "context"))
     shape = jax.ShapeDtypeStruct((1, 64, 8, 16), jnp.float32, sharding=place)
     bound = jax.ShapeDtypeStruct((1, 64), jnp.int32, sharding=place)
-    found = {}
+    collectives = {}
     for name, rules in SCHEMES.items():
         with sharding.use(sharding.Layout(mesh, rules)):
             run = lambda *args: sharding.constrain(nn.attend(*args), "batch", "seq", None, None)
             text = jax.jit(run).lower(shape, shape, shape, bound, bound).compile().as_text()
         kinds = re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
-        found[name] = {kind: kinds.count(kind) for kind in kinds}
-    assert found["gather"].keys() == {"all-gather"}
-    assert found["gather"]["all-gather"] <= 2
-    assert found["ring"].keys() == {"collective-permute"}
-    assert "all-to-all" in found["heads"]
-    assert "collective-permute" not in found["heads"]
+        collectives[name] = {kind: kinds.count(kind) for kind in kinds}
+    assert collectives["gather"].keys() == {"all-gather"}
+    assert collectives["gather"]["all-gather"] <= 2
+    assert collectives["ring"].keys() == {"collective-permute"}
+    assert "all-to-all" in collectives["heads"]
+    assert "collective-permute" not in collectives["heads"]
 
 
 def attended(rules, query_heads, key_heads, queries=16, **mesh):

@@ -294,6 +294,7 @@ def test_one_f_one_b_enters_as_the_model_does(build):
         np.testing.assert_allclose(got[1][path], gradient, atol=1e-5 * np.abs(gradient).max() + noise, err_msg=path)
 
 
+@pytest.mark.full
 def test_one_f_one_b_sums_gradients_of_bfloat16_weights_in_float32():
     """As microbatches without a pipeline are: 32 microbatches of one row would lose what is small beside the sum."""
     model, data = nn.cast(filled(lambda: llama(2)), jnp.bfloat16), rows(32)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from maxlib import nn, ops, sharding, weights
 from maxlib.models import llama
 from tests.nn.tiny import LLAMA
+from tests.training.tiny import Bigram
 
 RULES = sharding.FSDP_TP | {"vocab": None}  # 61 tokens do not divide
 
@@ -27,7 +28,8 @@ def on_eight() -> sharding.Layout:
 
 
 def test_created_values_equal_one_device():
-    model, alone = sharding.init_sharded(build, on_eight()), jax.jit(build)()
+    make = lambda: Bigram(rngs=nnx.Rngs(0))
+    model, alone = sharding.init_sharded(make, on_eight()), jax.jit(make)()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), jax.device_get(model))
 
 

@@ -50,6 +50,8 @@ def test_document_without_tokens():
 
     with pytest.raises(ValueError, match="made no tokens from the document 'the fox'"):
         data.tokenize(data.in_memory(["the fox"]), Nothing())[0]
+    with pytest.raises(ValueError, match=r"To be tokenized, documents need 'text', got \['tokens'\]"):
+        data.tokenize(data.in_memory([[1]]), Nothing())[0]
 
 
 LONG = "the quick brown fox jumps over the lazy dog"

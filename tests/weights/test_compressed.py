@@ -13,6 +13,7 @@ from maxlib import nn, ops, quantization
 from maxlib.__main__ import main
 from maxlib.models import llama, phi3
 from tests.models import parity
+from tests.nn.tiny import filled
 
 CFG = llama.Config(
     vocab=64,
@@ -28,7 +29,7 @@ CFG = llama.Config(
 
 @pytest.fixture(scope="module")
 def model():
-    return jax.jit(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))()
+    return filled(lambda: llama.Llama(CFG, rngs=nnx.Rngs(0)))
 
 
 def quantized(model, rules):
@@ -36,6 +37,7 @@ def quantized(model, rules):
     return jax.jit(lambda model: quantization.for_inference(model, rules))(model)
 
 
+full_precision = jax.jit(quantization.full_precision)
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("int4", "int8", "fp8")]
 
 
@@ -59,7 +61,7 @@ def test_kept_weights_have_the_same_bits(written):
     for p, value in want.items():
         np.testing.assert_array_equal(nn.variables(got)[p].get_value(), value, err_msg=p)
     dequantized = nn.variables(maxlib.from_pretrained(path))
-    for p, value in nn.variables(jax.jit(quantization.full_precision)(small)).items():
+    for p, value in nn.variables(full_precision(small)).items():
         np.testing.assert_array_equal(dequantized[p].get_value(), value.get_value(), err_msg=p)
 
 
@@ -78,7 +80,7 @@ def test_transformers_computes_the_same(written):
     if path.name.endswith(
         "w8a8"
     ):  # the largest number of a token is half-way between 127 and 128: its last bit decides
-        rounding = (got - parity.logits(quantization.full_precision(small), tokens)).std()
+        rounding = (got - parity.logits(full_precision(small), tokens)).std()
         assert (got - want).std() < 1.5 * rounding
     else:
         assert np.abs(got - want).max() < 2e-5 * want.std()
@@ -105,7 +107,7 @@ def test_awq_stays_in_four_bits(model, tmp_path, caplog):
     quantization.save(got, tmp_path / "again")
     want = nn.variables(maxlib.from_pretrained(tmp_path / "awq"))
     for kept in (got, quantization.load(tmp_path / "again")):
-        for path, value in nn.variables(quantization.full_precision(kept)).items():
+        for path, value in nn.variables(full_precision(kept)).items():
             np.testing.assert_array_equal(value.get_value(), want[path].get_value(), err_msg=path)
 
 
@@ -167,6 +169,6 @@ def test_parts_of_a_fused_tensor_have_one_format(tmp_path):
         vocab=64, num_layers=2, dim=64, mlp_dim=96, num_heads=2, num_kv_heads=1, head_dim=32, rope=CFG.rope
     )
     rules = [quantization.Rule(quantization.INFERENCE["int4"], match="layers.attn.q")]
-    small = quantization.for_inference(jax.jit(lambda: phi3.Phi3(cfg, rngs=nnx.Rngs(0)))(), rules)
+    small = quantized(filled(lambda: phi3.Phi3(cfg, rngs=nnx.Rngs(0))), rules)
     with pytest.raises(ValueError, match=r"qkv_proj\.weight must be quantized in one format, got"):
         maxlib.save_pretrained(small, tmp_path / "fused", quantized="compressed-tensors")

@@ -3,7 +3,6 @@
 import functools
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from maxlib.__main__ import main
 from maxlib.models import llama, qwen2, qwen3
 from maxlib.tokenization import save_tokenizer, train_bpe
 from maxlib.weights import _gguf
+from tests.nn.tiny import filled
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -30,7 +30,7 @@ def directories(tmp_path_factory):
         path = tmp_path_factory.mktemp("gguf") / family
         module = {"llama": llama.Llama, "qwen3": qwen3.Qwen3}[family]
         cfg = {"llama": llama.Config, "qwen3": qwen3.Config}[family](**SIZES, rope=ROPE, **more)
-        maxlib.save_pretrained(jax.jit(lambda: module(cfg, rngs=nnx.Rngs(0)))(), path)
+        maxlib.save_pretrained(filled(lambda: module(cfg, rngs=nnx.Rngs(0))), path)
         return path
 
     return saved
@@ -105,7 +105,7 @@ def test_what_a_file_cannot_describe_is_refused(directories, tmp_path):
 
 def test_a_window_is_refused(tmp_path):
     cfg = qwen2.Config(**SIZES, rope=ROPE, window=8, layer_types=("sliding_attention",) * 2)
-    maxlib.save_pretrained(jax.jit(lambda: qwen2.Qwen2(cfg, rngs=nnx.Rngs(0)))(), tmp_path / "qwen2")
+    maxlib.save_pretrained(filled(lambda: qwen2.Qwen2(cfg, rngs=nnx.Rngs(0))), tmp_path / "qwen2")
     with pytest.raises(ValueError, match="must have no sliding window"):
         weights.save_gguf(tmp_path / "qwen2", tmp_path / "model.gguf")
 

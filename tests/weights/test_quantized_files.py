@@ -21,12 +21,7 @@ from maxlib.weights._fp8 import with_scales
 from maxlib.weights.files import Header, find_tensors, write_file
 from tests.models import parity
 
-QUANTIZATION = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-}
+QUANTIZATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 # Widths with an incomplete last block, and below one.
 CFG = dataclasses.replace(
     deepseek.PRESETS["deepseek-v3"],
@@ -185,9 +180,7 @@ def test_factors_that_do_not_fit_a_stack_are_refused(shape, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"quant_method": "quip"}, {"weight_block_size": [64, 64]}],
-    ids=lambda c: next(iter(c)),
+    "change", [{"quant_method": "quip"}, {"weight_block_size": [64, 64]}], ids=lambda c: next(iter(c))
 )
 def test_other_quantizations_are_refused(change):
     with pytest.raises(ValueError, match="quantization_config"):
@@ -293,6 +286,7 @@ def mxfp4_directories(tmp_path_factory):
     return path
 
 
+@pytest.mark.full  # by default values are compared with transformers', and logits in tests/models/test_gpt_oss.py
 def test_logits_are_those_of_transformers_on_the_same_files(mxfp4_directories):
     """transformers dequantizes by itself where there is no kernel for the format."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -88,7 +88,8 @@ def tokens(documents: str, num_queries: int, num_keys: int) -> TokenPositions:
         span_start = np.where(span, start + 2, index)
         span_stop = np.where(span, np.minimum(start + 5 + row, stop), index + 1)
         rows.append((np.maximum(index, 0), start, stop, span_start, span_stop))
-    return TokenPositions(*(jnp.asarray(np.stack(column), jnp.int32) for column in zip(*rows, strict=True)))
+    columns = (np.stack(column).astype(np.int32) for column in zip(*rows, strict=True))
+    return TokenPositions(*map(jnp.asarray, columns))
 
 
 @functools.cache
@@ -103,7 +104,7 @@ def all_bounds(lengths: tuple[int, int]) -> dict:
 def arrays(case: Case, dtype=jnp.float64, batch: int = 2) -> dict:
     """q, k, v, the cotangents of both results, and sinks and bias where the case has them."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(dtype))
     (N, K), (Hk, Hv), (T, S) = case.heads, case.widths, case.lengths
     made = {"q": normal(batch, T, N, Hk), "k": normal(batch, S, K, Hk), "v": normal(batch, S, K, Hv)}
     sinks = normal(N) if case.sinks else None

@@ -51,11 +51,16 @@ def check(name, case):
         close(ours(inputs, start, end), truth(inputs, start, end))
 
 
-# The first four have every value of every feature; the others, every pair of values.
-PAIRS = [pytest.param(case, marks=pytest.mark.full if i >= 4 else ()) for i, case in enumerate(cases.pairwise())]
+# By default every value of every feature, else every pair of values.
+EACH = [
+    cases.Case((4, 4), (8, 8), (37, 37), None, False, None),
+    cases.Case((4, 2), (6, 4), (1, 33), 2.0, True, (True, False)),
+    cases.Case((3, 1), (4, 6), (18, 35), None, True, (False, True)),
+]
+PAIRS = [pytest.param(case, marks=pytest.mark.full) for case in cases.pairwise() if case not in EACH]
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize("case", [*EACH, *PAIRS], ids=str)
 def test_equals_the_reference(case, float64):
     check("chunked 8x16", case)
 

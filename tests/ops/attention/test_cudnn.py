@@ -39,7 +39,7 @@ def plain(monkeypatch):
     [
         ("NVIDIA H200", (192, 128), 192),
         ("NVIDIA B200", (192, 128), 256),
-        ("NVIDIA B200", (64, 128), 128),
+        pytest.param("NVIDIA B200", (64, 128), 128, marks=pytest.mark.full),
         ("NVIDIA A100-SXM4-80GB", (32, 64), 64),
     ],
 )

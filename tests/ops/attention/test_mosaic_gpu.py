@@ -72,9 +72,10 @@ def test_the_kernels_code_equals_the_reference_pairwise(case, emulated):
 @no_gpu
 @pytest.mark.parametrize("processors", [1, slow_if(True, 2), slow_if(True, 132)], ids="processors={}".format)
 def test_keys_are_summed_over_parts_of_their_heads_where_processors_would_be_idle(processors, emulated, monkeypatch):
-    """Not at all, two of the four heads at a time, and one."""
+    """Of all heads together, two of the four heads at a time, and one."""
     monkeypatch.setattr(config, "processors", lambda: processors)
-    case = cases.Case((4, 1), (64, 96), (40, 150), None, True, None)  # two rows of two blocks of keys
+    heads = (2, 1) if processors == 1 else (4, 1)
+    case = cases.Case(heads, (64, 96), (40, 150), None, True, None)  # two rows of two blocks of keys
     assert config.key_gradient_parts(4, 4) == {1: 1, 2: 2, 132: 4}[processors]
     check(mosaic_gpu, case, some_masks(case, 1), jnp.float32, 1e-5)
 
@@ -280,7 +281,8 @@ def test_a_window_costs_what_it_covers(widths):
 
 
 @no_gpu
-@pytest.mark.parametrize("check_vma", [slow_if(True, False), True])
+@pytest.mark.full
+@pytest.mark.parametrize("check_vma", [False, True])
 def test_shards_of_a_batch_lower(check_vma):
     """Keys that every device has, whose gradients are sums over devices, and queries that are split."""
     mesh, split = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P("data")

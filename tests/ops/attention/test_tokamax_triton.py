@@ -97,7 +97,7 @@ def test_named_masks_are_their_intervals(kind, documents, interpreted):
     compare(case, kind, documents, **with_names(ops.StaticMask(kind, segmented=documents == "packed")))
 
 
-def given(width=128, T=512, heads=8, dtype=jnp.bfloat16):
+def shapes(width=128, T=512, heads=8, dtype=jnp.bfloat16):
     array = lambda heads, width: jax.ShapeDtypeStruct((2, T, heads, width), dtype)
     ends = jax.ShapeDtypeStruct((2, T), jnp.int32)
     return array(heads, width), array(2, width), array(2, min(width, 128) if width == 192 else width), ends, ends
@@ -124,21 +124,21 @@ def kernels(run, kind, *arrays, axes=(1,), **mesh) -> int:
 @no_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_on_ampere_both_passes_are_kernels(dtype):
-    assert kernels(both, A100, *given(dtype=dtype)) == 2
-    assert kernels(functools.partial(both, softcap=30.0), A100, *given(dtype=dtype)) == 1  # gradients in XLA
-    assert kernels(jax.vmap(both), A100, *(jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in given())) == 2
-    assert kernels(both, B200, *given(256)) == 2  # what tokamax's kernels for Blackwell do not take
+    assert kernels(both, A100, *shapes(dtype=dtype)) == 2
+    assert kernels(functools.partial(both, softcap=30.0), A100, *shapes(dtype=dtype)) == 1  # gradients in XLA
+    assert kernels(jax.vmap(both), A100, *(jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shapes())) == 2
+    assert kernels(both, B200, *shapes(256)) == 2  # what tokamax's kernels for Blackwell do not take
 
 
 @needs_tokamax
 @no_gpu
 def test_shards_of_the_batch():
     specs = {"in_specs": P("data"), "out_specs": P("data")}
-    assert kernels(both, A100, *given(), axes=(2,), check_vma=False, **specs) == 2
-    assert kernels(both, A100, *given(), axes=(2,), check_vma=True, **specs) == 0  # chunked
+    assert kernels(both, A100, *shapes(), axes=(2,), check_vma=False, **specs) == 2
+    assert kernels(both, A100, *shapes(), axes=(2,), check_vma=True, **specs) == 0  # chunked
     with pytest.raises(ValueError, match="pass check_vma=False to jax.shard_map"):
         named = functools.partial(both, implementation="tokamax_triton")
-        kernels(named, A100, *given(), axes=(2,), check_vma=True, **specs)
+        kernels(named, A100, *shapes(), axes=(2,), check_vma=True, **specs)
 
 
 @needs_tokamax
@@ -149,7 +149,7 @@ def test_shards_of_the_batch():
 def test_they_compile_without_spills(gpu, width):
     """To machine code, in shared memory; a kernel that stores registers in memory does not compile."""
     for hint in (None, PACKED):
-        compile_for(gpu, functools.partial(both, implementation="tokamax_triton", mask_hint=hint), *given(width))
+        compile_for(gpu, functools.partial(both, implementation="tokamax_triton", mask_hint=hint), *shapes(width))
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def installed(monkeypatch):
 
 
 def explained(kind, width=128, **options):
-    q, k, v, start, end = given(width, dtype=options.pop("dtype", jnp.bfloat16))
+    q, k, v, start, end = shapes(width, dtype=options.pop("dtype", jnp.bfloat16))
     return ops.explain_attention(q, k, v, k_start=start, k_end=end, device=("gpu", kind), **options)
 
 
