@@ -25,8 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from maxlib import enable_compilation_cache, inference
+    from maxlib import enable_compilation_cache, inference, keep_freed_memory
 
+    keep_freed_memory()  # each step on a CPU frees what the next one takes
     enable_compilation_cache()
     inference.serve(
         args.model,

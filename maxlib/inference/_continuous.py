@@ -29,6 +29,7 @@ from maxlib.inference._generate import (
     prepared,
     right_padded,
     shared_capacity,
+    without_rows,
 )
 from maxlib.inference._memory import Memory, Prefill
 from maxlib.inference._pages import (
@@ -818,12 +819,8 @@ class LocalEngine:
 
 def _check_rows(model: Any) -> None:
     """Raises ValueError if some array of the cache does not begin with the axis of rows."""
-    small, large = (jax.eval_shape(lambda rows=rows: model.init_cache(rows, 16)) for rows in (2, 3))
-    of_three = dict(jax.tree_util.tree_leaves_with_path(large))
-    for path, a in jax.tree_util.tree_leaves_with_path(small):
-        b = of_three.get(path)
-        if b is None or a.shape[:1] != (2,) or b.shape != (3, *a.shape[1:]):
-            raise ValueError(
-                f"{type(model).__name__}: the first axis of the cache's array {jax.tree_util.keystr(path)} must be "
-                f"rows, got {a.shape} for 2 rows; without it a slot cannot get a new row: use inference.Generator"
-            )
+    if (fault := without_rows(model)) is not None:
+        raise ValueError(
+            f"{type(model).__name__}: the first axis of the cache's array {fault}; without it a slot cannot get a new row: "
+            "use inference.Generator"
+        )

@@ -1,6 +1,6 @@
 """Generation: prefill and decode with any `nn.Model` (docs/decisions.md).
 
-Shapes: B rows (prompts), T tokens of the longest prompt with padding, V vocabulary.
+Shapes: B rows (prompts), U of them that are run, T tokens of the longest prompt with padding, V vocabulary.
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from maxlib import nn
+from maxlib import nn, sharding
 from maxlib.hardware import current_device
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
+from maxlib.inference._sizes import power_of_two
 from maxlib.nn import sites
 from maxlib.ops import Mask
 
@@ -159,7 +160,7 @@ class Generator:
         """Yields each prompt's next token, step by step; None for a prompt that has ended.
 
         Args:
-            prompts: Token ids of each prompt, of any length.
+            prompts: Token ids of each prompt, of any length. On one device equal ones, as of a group, are run once.
             max_new_tokens: Maximum number of new tokens per prompt.
             images: For models that read images: all images of all prompts in the order of their placeholders (the
                 `pixel_values` of Hugging Face's processors; `nn.vision.pad_patches` of them for images of any size).
@@ -212,10 +213,17 @@ class Generator:
                 return
 
     def _prefill(self, texts, seen, keys, step, sampler, capacity):
-        """Returns the next token of each text, and a cache of the texts."""
-        tokens, valid = right_padded(texts, most=capacity)
+        """Returns the next token of each text, and a cache of the texts; equal texts, as of a group, are run once."""
+        distinct, rows = _distinct(texts)
+        if seen or 2 * len(distinct) > len(texts) or sharding.current() is not None or not self._caches_by_row:
+            distinct, rows = texts, None
+        tokens, valid = right_padded(distinct, most=capacity)
         options = {"sampler": sampler, "capacity": capacity, "dtype": self.dtype, "cache_dtype": self.cache_dtype}
-        return _prefill(self.packed, tokens, valid, seen, keys, step, **options)
+        return _prefill(self.packed, tokens, valid, seen, rows, keys, step, **options)
+
+    @functools.cached_property
+    def _caches_by_row(self) -> bool:
+        return without_rows(self.model) is None
 
 
 def generate(
@@ -269,9 +277,10 @@ _keys = Keys(0)  # for calls of `generate` without a key
 @functools.partial(jax.jit, static_argnames=("sampler", "capacity", "dtype", "cache_dtype"))
 def _prefill(
     packed: Packed,
-    tokens: Int[Array, "B T"],
-    valid: Bool[Array, "B T"],
+    tokens: Int[Array, "U T"],
+    valid: Bool[Array, "U T"],
     seen,
+    rows: Int[Array, " B"] | None,
     keys: Key[Array, " B"],
     step,
     *,
@@ -280,13 +289,35 @@ def _prefill(
     dtype,
     cache_dtype,
 ):
-    """Runs prompts, and returns the first new tokens and the cache."""
+    """Runs prompts, and returns the first new tokens and the cache of those in `rows`, or of all."""
     model = packed.unpacked()
     cache = empty_cache(model, len(tokens), capacity, cache_dtype)
     out = model(tokens, valid=valid, cache=cache, dtype=dtype, **seen)
-    # [B, T, D] -> [B, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
-    last = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1)
-    return _draw(model, last, keys, step, sampler), out.cache
+    # [U, T, D] -> [U, 1, D]: hidden states of each row's last real token; logits of the others are not needed.
+    last, cache = jnp.take_along_axis(out.hidden, (valid.sum(axis=1) - 1)[:, None, None], axis=1), out.cache
+    if rows is not None:  # [U, ...] -> [B, ...]
+        last, cache = jax.tree.map(lambda x: x[rows], (last, cache))
+    return _draw(model, last, keys, step, sampler), cache
+
+
+def _distinct(texts: list[list[int]]) -> tuple[list[list[int]], np.ndarray]:
+    """Returns the texts that differ, and the index of each text among them. Their number is rounded up by repeating
+    one, so that similar calls share a program.
+    """
+    index = {text: n for n, text in enumerate(dict.fromkeys(map(tuple, texts)))}
+    padding = [texts[0]] * (power_of_two(len(index)) - len(index))
+    return [*map(list, index), *padding], np.array([index[tuple(text)] for text in texts], np.int32)
+
+
+def without_rows(model: Any) -> str | None:
+    """Returns what is wrong with an array of the cache whose first axis is not that of rows, if there is one."""
+    small, large = (jax.eval_shape(lambda rows=rows: model.init_cache(rows, 16)) for rows in (2, 3))
+    of_three = dict(jax.tree_util.tree_leaves_with_path(large))
+    for path, a in jax.tree_util.tree_leaves_with_path(small):
+        b = of_three.get(path)
+        if b is None or a.shape[:1] != (2,) or b.shape != (3, *a.shape[1:]):
+            return f"{jax.tree_util.keystr(path)} must be rows, got {a.shape} for 2 rows"
+    return None
 
 
 def empty_cache(model: Any, rows: int, capacity: int, dtype: Any) -> nn.cache.Cache:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import json
 import logging
@@ -136,6 +137,7 @@ class Server:
         self._started = int(time.time())
         self._counters = {"requests": 0, "errors": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}
         self._grammar_tokenizer: Any = None
+        self._token_text = functools.cache(functools.partial(token_text, self.tokenizer))
 
     def app(self) -> Starlette:
         """Makes the application."""
@@ -301,29 +303,29 @@ class Server:
                 "max_tokens",
             )
         ends = sorted({*fields.stop_token_ids, *(() if fields.ignore_eos else self.stop_token_ids)})
-        processors = await asyncio.to_thread(self._processors, fields)
         choices: list[_Choice] = []
         most_calls = None if getattr(fields, "parallel_tool_calls", True) else 1
 
-        def submit(number: int) -> None:
-            prompt = prompts[number // fields.n]
-            request = self.engine.submit(
-                prompt,
-                max_new_tokens=max(1, fields.max_tokens or 0),
-                sampler=fields.sampler,
-                stop_token_ids=ends,
-                stop=fields.stops,
-                processors=processors,
-                alternatives=fields.num_alternatives,
-                key=None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number),
-            )
-            show_special = tool_format is not None
-            writer = TextWriter(self.tokenizer, prompt, stop=fields.stops, ends=ends, show_special=show_special)
-            choices.append(_Choice(request, writer, tool_format, tools, most_calls))
+        def submit() -> None:
+            processors = self._processors(fields)
+            for number in range(len(prompts) * fields.n):
+                prompt = prompts[number // fields.n]
+                request = self.engine.submit(
+                    prompt,
+                    max_new_tokens=max(1, fields.max_tokens or 0),
+                    sampler=fields.sampler,
+                    stop_token_ids=ends,
+                    stop=fields.stops,
+                    processors=processors,
+                    alternatives=fields.num_alternatives,
+                    key=None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number),
+                )
+                show_special = tool_format is not None
+                writer = TextWriter(self.tokenizer, prompt, stop=fields.stops, ends=ends, show_special=show_special)
+                choices.append(_Choice(request, writer, tool_format, tools, most_calls))
 
         try:
-            for number in range(len(prompts) * fields.n):  # in a thread, as a row's key may wait for a step
-                await asyncio.to_thread(submit, number)
+            await asyncio.to_thread(submit)  # as a row's key may wait for a step
         except ValueError as error:
             for choice in choices:
                 choice.request.cancel()
@@ -407,13 +409,13 @@ class Server:
         return {"content": content}
 
     def _chat_log_prob(self, token: int, log_prob: float) -> dict[str, Any]:
-        text, data = token_text(self.tokenizer, token), token_bytes(self.tokenizer, token)
+        text, data = self._token_text(token), token_bytes(self.tokenizer, token)
         return {"token": text, "logprob": max(log_prob, _IMPOSSIBLE), "bytes": list(data)}
 
     def _token(self, fields: Fields, token: int) -> str:
         if fields.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return token_text(self.tokenizer, token)
+        return self._token_text(token)
 
     def _usage(self, prompts: Sequence[Sequence[int]], choices: Sequence[_Choice]) -> dict[str, Any]:
         """Returns the numbers of tokens, which are counted here too."""

@@ -77,9 +77,10 @@ class _Pieces:
     def add(self, token: int) -> str:
         """Returns the text that a token completes, or nothing if it ends within a character."""
         self._tokens.append(token)
-        if self._decode(self._tokens).endswith(_CUT):
+        text = self._decode(self._tokens)
+        if text.endswith(_CUT):
             return ""
-        piece = self.rest()
+        piece = self._new(text)
         if piece:
             del self._tokens[: self._num_shown]
             self._num_shown, self._shown = len(self._tokens), self._decode(self._tokens)
@@ -92,7 +93,10 @@ class _Pieces:
 
     def rest(self) -> str:
         """Returns the text of the tokens that are not shown yet."""
-        text = self._decode(self._tokens)
+        return self._new(self._decode(self._tokens))
+
+    def _new(self, text: str) -> str:
+        """Returns what the text of all tokens adds to the text that is shown."""
         if text.startswith(self._shown):
             return text[len(self._shown) :]
         return self._decode(self._tokens[self._num_shown :])  # the decoder writes what is shown in another way

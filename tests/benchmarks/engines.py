@@ -93,7 +93,8 @@ def serve(directory: Path, slots: int) -> Engine:
 
     async def generate(prompts: Sequence[list[int]], limits: Sequence[int], temperature: float) -> list[list[int]]:
         limit = httpx.Limits(max_connections=len(prompts))
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limit) as client:
+        # Without TLS, whose certificates would be read in each round.
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limit, verify=False) as client:
 
             async def complete(prompt: list[int], limit: int) -> list[int]:
                 body = {"model": "m", "prompt": prompt, "max_tokens": limit, "temperature": temperature}

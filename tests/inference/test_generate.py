@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from maxlib import inference, nn, ops, sharding
-from maxlib.inference import Generator, Sampler, stream_text
+from maxlib.inference import Generator, Sampler, _generate, stream_text
 from maxlib.inference._generate import right_padded
 from maxlib.ops import DynamicNTKScaling, Rope
 from tests.nn.tiny import LLAMA, filled, filled_llama
@@ -55,6 +55,22 @@ def test_texts_of_similar_lengths_share_two_programs(model):
         generator.generate(prompts, max_new_tokens=4)
     generator.update(jax.tree.map(lambda x: 0.5 * x, counted))
     generator.generate([[3, 2, 1], [4]], max_new_tokens=4)
+
+
+def test_equal_prompts_are_run_once(model, generator, monkeypatch):
+    """And have the texts that they have where each row is run."""
+    counts = []
+    monkeypatch.setattr(
+        _generate, "right_padded", lambda rows, **options: counts.append(len(rows)) or right_padded(rows, **options)
+    )
+    every_row = Generator(model, dtype=jnp.float32)
+    every_row._caches_by_row = False
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    options = {"max_new_tokens": 4, "sampler": Sampler(1.0), "key": jax.random.key(3)}
+    texts = [each.generate(prompts, **options) for each in (generator, every_row)]
+    assert texts[0] == texts[1]
+    assert counts == [9, 4, 9, 9]  # of the checks, and of the program: three prompts and a row of padding
+    assert len({*map(tuple, texts[0])}) > len(PROMPTS)
 
 
 def test_sampled_rows_do_not_depend_on_their_neighbours(generator):
