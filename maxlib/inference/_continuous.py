@@ -543,6 +543,7 @@ class LocalEngine:
         request._blocks = [*shared, *memory.take(num_new)]
         request._order = request._order or next(self._clock)
         if last is not None:
+            request.cached = len(request.prompt)
             return dataclasses.replace(last, request=request, slot=slot)
         job = Prefill(request, text, slot, shared, memory.num_read(len(text) + 1))
         if source is not None:
@@ -722,6 +723,7 @@ class LocalEngine:
         slots = self._slots_to_run()
         rows = [self._rows[slot] if slot < self.slots else None for slot in slots]
         bias = bias_of(rows, self.generator.vocab)
+        rows = [None if row is None or row.done else row for row in rows]  # a row whose processor fails does not run
         if rows != self._rows_of_settings:
             self._rows_of_settings, self._settings = rows, settings_of(rows, self.generator.vocab)
         self.num_steps += 1

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 import jax
+from jaxtyping import Array, Key
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
@@ -315,7 +316,7 @@ class Server:
                 stop=fields.stops,
                 processors=processors,
                 alternatives=fields.num_alternatives,
-                key=None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number),
+                key=None if fields.seed is None else jax.random.fold_in(_key(fields.seed), number),
             )
             show_special = tool_format is not None
             writer = TextWriter(self.tokenizer, prompt, stop=fields.stops, ends=ends, show_special=show_special)
@@ -369,7 +370,8 @@ class Server:
             offsets = [start + length for length in text_lengths(self.tokenizer, request.prompt, tokens)[:-1]]
             log_probs = self._log_probs(fields, tokens, drawn, best[:count], offsets)
         text = text if fields.max_tokens else ""
-        answer: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
+        # Without new tokens nothing has ended the text.
+        answer: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason if count else "length"}
         if fields.return_token_ids:
             answer |= {"token_ids": request.tokens[:count], "prompt_token_ids": request.prompt}
         if echo is not None:
@@ -519,6 +521,12 @@ def _chat_chunk(
     if choice.tool_calls:
         delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(_tool_calls(choice))]
     return {"delta": delta, "logprobs": None, "finish_reason": choice.finish_reason}
+
+
+def _key(seed: int) -> Key[Array, ""]:
+    """Returns the key of a seed of 64 bits, of which JAX reads the lower half."""
+    key, upper = jax.random.key(seed), seed >> 32
+    return jax.random.fold_in(key, upper & 0xFFFFFFFF) if upper not in (0, -1) else key
 
 
 def _tool_calls(choice: _Choice) -> list[dict[str, Any]]:

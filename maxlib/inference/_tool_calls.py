@@ -18,12 +18,13 @@ _DEEPSEEK, _DEEPSEEK_CALL, _DEEPSEEK_SEP = "<｜tool▁calls▁begin｜>", "<｜
 _DSML = "<｜DSML｜function_calls>"
 _TYPES = JSON_TYPES | {type(None): "null"}
 _QUOTED = 200  # characters of a text that an error shows
-# The text from which each format's calls may begin; Llama 3 writes bare JSON, and GPT-OSS the header of a message.
+# The text from which each format's calls may begin; Llama 3 writes bare JSON, and only all of GPT-OSS's messages say
+# which is the answer.
 CALL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {
     "hermes": (_HERMES,),
     "llama3": (_PYTHON_TAG, "{"),
     "deepseek": (_DEEPSEEK, _DSML),
-    "gpt-oss": ("<|start|>", "<|channel|>"),
+    "gpt-oss": ("",),
 }
 
 

@@ -53,7 +53,16 @@ def save(
 
     Raises:
         FileExistsError: when the directory exists and `overwrite` is False.
+        ValueError: when the model has adapters.
     """
+    adapted = [
+        p for p, s in sites.find(model, sites.SITES) if isinstance(getattr(s, "matmul", None), nn.matmul.LowRank)
+    ]
+    if adapted:
+        raise ValueError(
+            f"{adapted[0]} has an adapter, which `load` does not read: adapters.save writes the adapters, beside the model "
+            "that adapters.base_model returns"
+        )
     fields = (family or weights.family_of(model)).fields
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
     headers = [files.Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
