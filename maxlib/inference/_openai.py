@@ -68,9 +68,11 @@ class _Choice:
     def _content(self, piece: str) -> str:
         """Returns the text before tool calls, without what may be the beginning of one."""
         self._text += piece
-        end = len(self._text)
+        if self._format == "gpt-oss":  # only all messages say which is the answer
+            return ""
+        end, answer = len(self._text), self._text.rfind("</think>") + 1  # calls inside the reasoning are not calls
         for marker in CALL_MARKERS[self._format] if self._format else ():
-            place = self._text.find(marker)
+            place = self._text.find(marker, answer)
             end = min(end, place if place >= 0 else len(self._text) - overlap(self._text, marker))
         content = self._text[self._num_written : max(end, self._num_written)]
         self._num_written += len(content)
@@ -87,7 +89,7 @@ class _Choice:
         except ValueError:
             return content + rest
         self.tool_calls = answer.tool_calls[: self._most_calls]
-        if self._format == "gpt-oss":  # nothing is written before the end, which says what is an answer
+        if self._format == "gpt-oss":
             self.reasoning = answer.reasoning
             return answer.content
         return content if self.tool_calls else content + rest

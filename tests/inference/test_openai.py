@@ -202,23 +202,30 @@ def test_tools_are_called_and_answered(model, monkeypatch):
         assert choice.message.content == "It is <too late" and choice.finish_reason == "stop"
 
 
-def test_an_answer_without_a_header_is_streamed_once():
-    """GPT-OSS's answers are read at the end, where nothing may have been written yet."""
-
+@pytest.mark.parametrize(
+    ("format", "text", "content", "count"),
+    [
+        ("gpt-oss", "Yes, no", "Yes, no", 0),  # read at the end, where nothing may have been written yet
+        ("gpt-oss", "<|channel|>analysis<|message|>Hm<|end|><|channel|>final<|message|>Yes", "Yes", 0),
+        ("hermes", "A <tool_call>?</think>B<tool_call>{CALL}</tool_call>", "A <tool_call>?</think>B", 1),
+        ("hermes", "A <tool_call>?</think>B", "A <tool_call>?</think>B", 0),
+    ],
+)
+def test_the_pieces_of_a_stream_are_the_answer(format, text, content, count):
     class Replayed(inference.Request):
         def __init__(self):
             pass
 
         async def __aiter__(self):
-            for token in TOKENIZER.encode("Yes, no").ids:
+            for token in TOKENIZER.encode(text.replace("{CALL}", '{"name": "f", "arguments": {}}')).ids:
                 yield token
 
-    choice = _openai._Choice(Replayed(), TextWriter(TOKENIZER, [1], show_special=True), "gpt-oss", [], None)
+    choice = _openai._Choice(Replayed(), TextWriter(TOKENIZER, [1], show_special=True), format, [], None)
 
     async def read():
         return [piece async for piece, _ in choice.pieces()]
 
-    assert "".join(asyncio.run(read())) == "Yes, no"
+    assert "".join(asyncio.run(read())) == content and len(choice.tool_calls) == count
 
 
 def test_all_bits_of_a_seed_count():
