@@ -346,7 +346,7 @@ class Server:
                         self.tokenizer, vocab=vocab, stop_token_ids=self.stop_token_ids
                     )
                 processors.append(Grammar.json_schema(schema, self._grammar_tokenizer))
-        except ValueError as error:
+        except (ValueError, ImportError) as error:  # ImportError: without the package for grammars
             raise BadRequest(str(error)) from None
         return processors
 

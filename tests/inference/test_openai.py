@@ -317,6 +317,12 @@ def test_errors_have_the_shape_of_openai(served, caplog, status, options):
     assert KEY not in caplog.text and "sk-wrong" not in caplog.text
 
 
+def test_a_server_without_grammars_says_so(served, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = post(served[1], json=GOOD | {"response_format": {"type": "json_object"}})
+    assert answer.status_code == 400 and "maxlib[grammar]" in answer.json()["error"]["message"]
+
+
 def test_failures_tell_neither_client_nor_log_the_prompt(model, caplog, monkeypatch):
     engine, app = make_app(model)
 
