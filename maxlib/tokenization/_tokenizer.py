@@ -144,17 +144,15 @@ def _stated(directory: Path) -> dict[int, AddedToken]:
         ValueError: when they are not stated as transformers writes them.
     """
     path, older = directory / "tokenizer_config.json", directory / "added_tokens.json"
-    stated = _fields(path).get("added_tokens_decoder")
-    special = read_special_tokens(directory).values()
+    stated, named = _fields(path).get("added_tokens_decoder"), _fields(older)
+    path = older if stated is None else path
     try:
         if stated is not None:
             return {int(i): AddedToken(**fields) for i, fields in stated.items()}
-        named = _fields(older)
+        special = read_special_tokens(directory).values() if named else ()
         return {i: AddedToken(name, normalized=False, special=name in special) for name, i in named.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path if stated is not None else older} must state each added token and its id: {error}"
-        ) from error
+        raise ValueError(f"{path} must state each added token and its id: {error}") from error
 
 
 def _fields(path: Path) -> dict[str, Any]:
