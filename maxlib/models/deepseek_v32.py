@@ -1,5 +1,5 @@
 """DeepSeek V3.2 (DeepSeek-AI 2025) and GLM-5 (GLM team 2026): DeepSeek V3 whose queries attend to the 2048 keys that an
-indexer chooses; from GLM 5.1 on, neighbouring layers share a choice.
+indexer chooses; from GLM 5.2 on, neighbouring layers share a choice.
 """
 
 from collections.abc import Callable
@@ -220,6 +220,13 @@ def _table(cfg: Config) -> Table:
 
 
 # fmt: off
+_GLM_5 = Config(  # and GLM-5.1
+    is_glm=True,
+    vocab=154_880, num_layers=78, num_dense=3, dim=6144, mlp_dim=12_288, expert_dim=2048, num_heads=64,
+    q_rank=2048, kv_rank=512, nope_dim=192, v_dim=256, norm_eps=1e-5,
+    rope=Rope(64, 1e6, interleaved=True, max_length=202_752),
+    index_heads=32, index_dim=128, index_top=2048, num_experts=256, num_shared=1, top_k=8, routed_scale=2.5,
+)
 PRESETS = {
     "deepseek-v3.2": Config(
         vocab=129_280, num_layers=61, num_dense=3, dim=7168, mlp_dim=18_432, expert_dim=2048, num_heads=128,
@@ -227,6 +234,13 @@ PRESETS = {
         rope=Rope(64, 1e4, YarnScaling(40.0, 4096, beta_fast=32.0, mscale=1.0, mscale_all_dim=1.0), interleaved=True, max_length=163_840),
         index_heads=64, index_dim=128, index_top=2048, num_experts=256, num_shared=1, top_k=8, num_groups=8,
         top_groups=4, routed_scale=2.5,
+    ),
+    "glm-5": _GLM_5,
+    # Layers 0, 1 and every fourth from 2 on choose keys. GLM-5.2 has the same sizes.
+    "glm-5.3": replace(
+        _GLM_5,
+        rope=Rope(64, 8e6, interleaved=True, max_length=1_048_576),
+        index_types=tuple(SHARES if max(i - 2, 0) % 4 else CHOOSES for i in range(78)),
     ),
 }
 # fmt: on
