@@ -55,8 +55,8 @@ class IfFree:
     """Mesh axes that are used only if they are free.
 
     In a rule, `IfFree("tensor")` splits an axis over `tensor` unless another axis of the same array (or of the same
-    kernel call) uses it. Among the names of an array, `IfFree("batch")` is the axis `batch` with lower priority than
-    the other axes.
+    kernel call) uses it, and `("context", IfFree("tensor"))` splits it over `context` in any case. Among the names of
+    an array, `IfFree("batch")` is the axis `batch` with lower priority than the other axes.
 
     Args:
         axes: One or several mesh axes, or the name of an array's axis.
@@ -66,7 +66,7 @@ class IfFree:
 
 
 Name = str | IfFree | None
-MeshAxes = str | tuple[str, ...] | IfFree | None
+MeshAxes = str | tuple[str | IfFree, ...] | IfFree | None
 AxisRules = Mapping[str, MeshAxes]
 
 
@@ -113,9 +113,9 @@ def _suggestion(name: object) -> str:
 def mesh_axes_of(axes: MeshAxes) -> tuple[str, ...]:
     """Returns the mesh axes that a rule names, as a tuple."""
     axes = axes.axes if isinstance(axes, IfFree) else axes
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    if axes is None or isinstance(axes, str):
+        return () if axes is None else (axes,)
+    return tuple(axis for member in axes for axis in mesh_axes_of(member))
 
 
 LAYERS = "layers"  # scanned layers, which a `Pipeline` splits into stages

@@ -26,12 +26,24 @@ def resolve(names: Iterable[Name], rules: AxisRules) -> dict[Any, Any]:
     # rules {"mlp": "tensor", "seq": IfFree("tensor")}: ("batch", "seq", "embed") splits seq over tensor, ("seq", "mlp")
     # leaves it to mlp.
     places = {name: _rule(name, rules) for name in names if name is not None}
-    taken = {axis for place in places.values() if not isinstance(place, IfFree) for axis in mesh_axes_of(place)}
+    taken = {axis for place in places.values() for axis in _certain(place)}
 
-    def spare(place):
-        return tuple(axis for axis in mesh_axes_of(place) if axis not in taken) or None
+    def resolved(place: MeshAxes) -> MeshAxes:
+        if not any(isinstance(member, IfFree) for member in _members(place)):
+            return place
+        certain = _certain(place)
+        return tuple(axis for axis in mesh_axes_of(place) if axis in certain or axis not in taken) or None
 
-    return {name: spare(place) if isinstance(place, IfFree) else place for name, place in places.items()}
+    return {name: resolved(place) for name, place in places.items()}
+
+
+def _members(place: MeshAxes) -> tuple[str | IfFree | None, ...]:
+    return place if isinstance(place, tuple) else (place,)
+
+
+def _certain(place: MeshAxes) -> tuple[str, ...]:
+    """Returns the mesh axes of a rule that are used whether they are free or not."""
+    return tuple(axis for axis in _members(place) if isinstance(axis, str))
 
 
 def _rule(name: Name, rules: AxisRules) -> MeshAxes:

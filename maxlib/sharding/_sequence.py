@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
-from maxlib.sharding._axes import AxisRules, mesh_axes_of
+from maxlib.sharding._axes import AxisRules, IfFree, MeshAxes, mesh_axes_of
 from maxlib.sharding._strategy import StepFacts, Strategy, Traffic
 
 
@@ -81,6 +81,12 @@ class ContextParallel(Strategy):
                 yield kind, context, size * layers
 
 
+def _between_layers(axis: str, rules: AxisRules) -> MeshAxes:
+    """Returns the rule of tokens outside attention: `axis` splits them, and then sequence parallelism does."""
+    further = rules.get("seq")
+    return (axis, further) if isinstance(further, IfFree) else axis
+
+
 @dataclasses.dataclass(frozen=True)
 class AllGatherAttention(ContextParallel):
     """All-gather attention: every device gathers all keys and values, for its own queries (Llama 3, arXiv:2407.21783).
@@ -93,7 +99,7 @@ class AllGatherAttention(ContextParallel):
 
     def apply(self, rules: AxisRules) -> AxisRules:
         # "kv_seq" has no rule, so inside attention keys and values are gathered: [B, T / n, N, H] and [B, T, K, H].
-        return {**rules, "seq": self.axis, "q_seq": self.axis}
+        return {**rules, "seq": _between_layers(self.axis, rules), "q_seq": self.axis}
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Forward: all-gather of keys and values. Backward: reduce-scatter of their gradients.
@@ -113,7 +119,7 @@ class RingAttention(ContextParallel):
 
     def apply(self, rules: AxisRules) -> AxisRules:
         # No device ever holds all keys: queries [B, T / n, N, H], keys and values [B, T / n, K, H].
-        return {**rules, "seq": self.axis, "q_seq": self.axis, "kv_seq": self.axis}
+        return {**rules, "seq": _between_layers(self.axis, rules), "q_seq": self.axis, "kv_seq": self.axis}
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Every pass sends all keys and values; the backward pass also sends the sums of their gradients, in float32.
@@ -135,7 +141,11 @@ class UlyssesAttention(ContextParallel):
 
     def apply(self, rules: AxisRules) -> AxisRules:
         # "q_seq" and "kv_seq" have no rule: [B, T / n, N, H] -> [B, T, N / n, H] inside attention.
-        return {**rules, "seq": self.axis, "attn_heads": (*mesh_axes_of(rules.get("act_heads")), self.axis)}
+        return {
+            **rules,
+            "seq": _between_layers(self.axis, rules),
+            "attn_heads": (*mesh_axes_of(rules.get("act_heads")), self.axis),
+        }
 
     def attention(self, split: SplitSequence, *, queries: int, keys: int) -> dict[str, float]:
         # Queries, keys, values and outputs are exchanged in every pass.

@@ -155,6 +155,7 @@ MIXED = [
     case("fsdp", "ring", "stage", fsdp=2, context=2, stage=2),
     case("tensor", "expert", "stage", tensor=2, expert=2, stage=2),
     case("tensor", "heads", data=2, tensor=2, context=2),
+    case("tensor", "sequence", "ring", data=2, tensor=2, context=2),
 ]
 CASES = MIXED + ALONE
 

@@ -145,6 +145,13 @@ def test_sequence_sharding_changes_no_result():
     assert "f32[2,2,32]" in compiled.as_text()  # a quarter of the sequence between the matmuls
 
 
+@pytest.mark.parametrize("context", [sharding.CP_GATHER, sharding.CP_RING, sharding.CP_ULYSSES])
+def test_sequence_and_context_parallelism_split_the_tokens_between_layers_together(context):
+    axes = functools.partial(placed, fsdp=2, tensor=2, context=2, rules=sharding.FSDP_TP | sharding.SP | context)
+    assert axes((8, 8, 8), "batch", "seq", "act_embed") == P("fsdp", ("context", "tensor"))
+    assert axes((8, 8, 8), "batch", "seq", "act_mlp") == P("fsdp", "context", "tensor")
+
+
 def test_zero1_splits_the_optimizer_and_nothing_else():
     mesh, optimizer, name = sharding.make_mesh(data=8), optax.adamw(1e-2), "layers.groups.0.0.mlp.up.w"
     after = {}
