@@ -354,10 +354,9 @@ class LocalEngine:
         tokens, valid = (np.zeros((1, bucket(len(text))), dtype) for dtype in (np.int32, bool))
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
+        least = power_of_two(max(count, 1))  # `jax.lax.map` returns no arrays without elements
         with self._turns:
-            scores = score_tokens(
-                self.generator.packed, tokens, valid, alternatives=power_of_two(count), dtype=self.generator.dtype
-            )
+            scores = score_tokens(self.generator.packed, tokens, valid, alternatives=least, dtype=self.generator.dtype)
         log_probs, best, best_log_probs = (np.asarray(x)[: len(text) - 1] for x in scores)
         best, best_log_probs = best[:, :count].tolist(), best_log_probs[:, :count].tolist()
         return log_probs.tolist(), list(zip(best, best_log_probs, strict=True))

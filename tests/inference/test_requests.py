@@ -139,6 +139,14 @@ def test_a_state_that_a_failed_row_left_is_not_reused():
     np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-5)
 
 
+def test_scores_without_alternatives(model):
+    prompt, logits = SYSTEM, model.logits(model(jnp.asarray([SYSTEM]), dtype=jnp.float32).hidden)[0]
+    log_probs, best = LocalEngine(model, slots=1, dtype=jnp.float32).score(prompt)
+    want = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1), np.array(prompt[1:])]
+    np.testing.assert_allclose(log_probs, want, atol=1e-5)
+    assert best == [([], [])] * (len(prompt) - 1)
+
+
 def test_the_same_prompt_again_counts_as_cached(model):
     engine = LocalEngine(model, slots=2, capacity=96, dtype=jnp.float32)
     requests = [engine.submit(SYSTEM, max_new_tokens=2) for _ in range(2)]
