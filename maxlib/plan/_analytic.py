@@ -1,17 +1,20 @@
 """Analytic costs of a step from shapes and rules, to rank layouts before compiling a few of them."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from maxlib import nn, sharding
 from maxlib.kernels.grouped_matmul.megablox_tiles import Sizes, choose_tiles
 from maxlib.kernels.vector_memory import vmem_of
+from maxlib.observability import flops_by_dtype
 from maxlib.plan._hlo import Collective, Costs
-from maxlib.plan._memory import part_bytes
+from maxlib.plan._memory import gradient, hashable, model_inputs, part_bytes
 from maxlib.plan._program import Program, bytes_on_host, moes, schedule_of
 from maxlib.plan._targets import parse_target
 from maxlib.sharding.layers import mesh_axes_of
@@ -31,11 +34,11 @@ ASSUMES = (
     "what shapes and rules say, as nothing was compiled: weights gathered and gradients summed, tensor parallelism's sums, keys "
     "and values of a split sequence, tokens on their way to experts, a pipeline's idle ticks and what goes to the next stage",
     "nothing else, so not counted are rows on their way to embedding and head (whose weights count as gathered), into a "
-    "pipeline and out of it, weights of a pipeline that do not lie in order, and what remat other than 'full' computes again",
+    "pipeline and out of it, and weights of a pipeline that do not lie in order",
 )
 
 
-def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Costs:
+def analytic_costs(program: Program, model_flops: float, kept: float, offloaded: float) -> Costs:
     """Estimates arithmetic, memory traffic, collectives and host copies from shapes and rules.
 
     Against libtpu, for Mixtral-8x7B on expert 8 x context 2: tokens travel in the same bytes, the program's permutes
@@ -45,6 +48,7 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     Args:
         program: The training step.
         model_flops: The model's FLOPs of a step on all devices.
+        kept: Bytes of activations that the backward pass reads from the device's memory.
         offloaded: Bytes of activations that the backward pass reads from the host.
     """
     step, schedule, (vocab, dim) = step_of(program), schedule_of(program.layout), program.head
@@ -58,14 +62,16 @@ def analytic_costs(program: Program, model_flops: float, offloaded: float) -> Co
     collectives.sort(key=lambda collective: -collective.bytes)
     # Weights are read in both passes; gathered weights are also written.
     weights = sum((4 if weight.gathered else 2) * weight.size * weight.uses for weight in step.weights)
-    traffic = weights + 8 * _local(program) + 20 * step.passes * step.layers * step.hidden
-    traffic += step.passes / 3 * (_expert_bytes(program, step) + _recurrent_bytes(program, step))
-    traffic += _grouped(program, step, _moved)
+    # Of 60 passes over a layer's input with full remat, two are for the input that is kept.
+    traffic = weights + 8 * _local(program) + (20 * step.passes - 2) * step.layers * step.hidden + 2 * kept
+    traffic += _expert_passes(step) / 3 * _expert_bytes(program, step)
+    traffic += step.passes / 3 * _recurrent_bytes(program, step) + _grouped(program, step, _moved)
     # The head splits its rows over stages; only layers are idle in a pipeline. Remat repeats their forward pass.
     once = 2.0 * vocab * dim * program.rows * program.job.sequence
     head = once * (3 if program.job.lora is None else 2)
     layers = model_flops - head + (step.passes - 2) * (program.forward_flops - once)
     flops = (head + layers * _share(program, schedule) * schedule.stages) / program.mesh.size
+    flops += (_expert_passes(step) - step.passes) * _gated_flops(program, step)
     copies = [strategy.host_copies(step) for strategy in strategies]
     to_host, from_host = offloaded + sum(there for there, _ in copies), offloaded + sum(back for _, back in copies)
     narrow = {kind: share * flops for kind, share in program.narrow_share.items()}
@@ -104,12 +110,15 @@ def _grouped(program: Program, step: StepFacts, cost: Callable[[Sizes], float]) 
     """Sums a cost over the experts' matmuls on one device in a step, as JAX's kernels for TPUs compute them."""
     share = _share(program, schedule_of(program.layout))
     vmem = vmem_of(parse_target(program.job.target).chip.kind)
-    layers = ((_repeats(moe) * share, _grouped_matmuls(moe, step, vmem)) for moe in moes(program.plain))
-    return sum(times * sum(map(cost, matmuls)) for times, matmuls in layers)
+    return sum(
+        _repeats(moe) * share * times * cost(matmul)
+        for moe in moes(program.plain)
+        for times, matmul in _grouped_matmuls(moe, step, vmem)
+    )
 
 
-def _grouped_matmuls(moe: nn.MoE, step: StepFacts, vmem: int) -> Iterator[Sizes]:
-    """Yields a layer's grouped matmuls on one device in a step: of each pass, and both gradients of the backward."""
+def _grouped_matmuls(moe: nn.MoE, step: StepFacts, vmem: int) -> Iterator[tuple[float, Sizes]]:
+    """Yields a layer's grouped matmuls on one device, and how often a step runs each: also both gradients."""
     size = _sizes(moe)
     inner, experts = size["mlp"] // step.parts(step.axes("mlp")), size["expert"] // step.parts(step.axes("act_expert"))
     rows, width = math.ceil(step.tokens * moe.router.top_k), step.width
@@ -117,9 +126,24 @@ def _grouped_matmuls(moe: nn.MoE, step: StepFacts, vmem: int) -> Iterator[Sizes]
     for number, (summed, out) in enumerate(pairs, start=1):
         forward = Sizes(rows, summed, out, experts, width, width, transposed=False, vmem=vmem)
         # No gradient needs what down returns, so it is not computed again.
-        yield from [forward] * (step.passes - 1 if number < len(pairs) else 1)
-        yield dataclasses.replace(forward, summed=out, out=summed)
-        yield dataclasses.replace(forward, transposed=True)
+        yield _expert_passes(step) - 1 if number < len(pairs) else 1, forward
+        yield 1, dataclasses.replace(forward, summed=out, out=summed)
+        yield 1, dataclasses.replace(forward, transposed=True)
+
+
+def _expert_passes(step: StepFacts) -> float:
+    """Returns the passes of experts: where tokens travel to them, the backward pass always computes them again."""
+    return 3 if step.axes("act_expert") else step.passes
+
+
+def _gated_flops(program: Program, step: StepFacts) -> float:
+    """Returns the FLOPs of one device's gates and ups in one pass."""
+    total = 0.0
+    for moe in moes(program.plain):
+        size = _sizes(moe)
+        inner = size["mlp"] / step.parts(step.axes("mlp")) * (2 if moe.gate else 1)
+        total += 2 * step.tokens * moe.router.top_k * size["expert_embed"] * inner * _repeats(moe)
+    return total * _share(program, schedule_of(program.layout))
 
 
 def _sizes(moe: nn.MoE) -> dict[str, int]:
@@ -166,7 +190,6 @@ def step_of(program: Program) -> StepFacts:
     job, layout, schedule = program.job, program.layout, schedule_of(program.layout)
     rows, stacks = max(1, program.rows // layout.axis_size("batch")), _stacks(program)
     share, width = _share(program, schedule), jnp.dtype(job.dtype).itemsize
-    again = job.remat == "full" or program.is_1f1b
     step = StepFacts(
         layout=layout,
         platform=parse_target(job.target).platform,
@@ -175,7 +198,7 @@ def step_of(program: Program) -> StepFacts:
         width=width,
         hidden=0.0,
         layers=sum(stacks) * share,
-        passes=3 if again else 2,
+        passes=3 if program.is_1f1b else 2 + _recomputed(program),
         ticks=schedule.ticks / schedule.microbatches,
         weights=tuple(_weights(program, schedule)),
         mixers=tuple((mixer, _repeats(mixer) * share) for mixer in nn.mixer.mixers(program.model)),
@@ -185,6 +208,35 @@ def step_of(program: Program) -> StepFacts:
     )
     tokens = step.tokens / step.parts(step.sequence_axes)
     return dataclasses.replace(step, tokens=tokens, hidden=tokens * program.head[1] * width)
+
+
+def _recomputed(program: Program) -> float:
+    """Returns the share of the layers' arithmetic that the backward pass computes again, 1 with full remat."""
+    remat = program.job.remat
+    if remat in (None, "full"):
+        return 1.0 if remat == "full" else 0.0
+    inputs, dtype = model_inputs(program, 1), program.job.dtype
+    again, once = (
+        _flops(functools.partial(_backward, dtype=dtype, remat=hashable(keep)), inputs) for keep in (remat, None)
+    )
+    return (again - once) / _flops(functools.partial(_forward, dtype=dtype), inputs)
+
+
+def _flops(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
+    return sum(flops_by_dtype(fn, *inputs).values())
+
+
+# `jit` remembers what it traced: the layouts of a search share it.
+@functools.partial(jax.jit, static_argnames=("dtype", "remat"))
+def _backward(params: Any, rest: Any, tokens: Any, *, dtype: str, remat: Any) -> Any:
+    """Returns the hidden states, and as if these were their own gradient, that of the parameters."""
+    hidden, backward = gradient(params, rest, tokens, dtype, remat)
+    return hidden, backward(hidden)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _forward(params: Any, rest: Any, tokens: Any, *, dtype: str) -> Any:
+    return nn.combine(params, rest)(tokens, dtype=jnp.dtype(dtype)).hidden
 
 
 def _share(program: Program, schedule: Schedule) -> float:

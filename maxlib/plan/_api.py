@@ -68,7 +68,8 @@ def estimated(job: Job) -> Plan:
     from maxlib.plan._worker import describe
 
     program, facts = describe(job)
-    return _plan(job, facts, analytic_costs(program, facts["model_flops"], facts["analytic"]["offloaded"]))
+    memory = Memory(**facts["analytic"])
+    return _plan(job, facts, analytic_costs(program, facts["model_flops"], memory.activations, memory.offloaded))
 
 
 def _plan(job: Job, facts: dict[str, Any], costs: Costs | None) -> Plan:

@@ -124,24 +124,20 @@ _GATHERED = {"tpu": 2}
 
 def _residuals(program: Program, rows: int) -> tuple[float, float, float]:
     """Returns bytes kept on the device for the backward pass, made when a layer is recomputed, and kept on the host."""
-    job, plain = program.job, lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-    shapes, rest = plain(program.state.trainable), plain(program.state.rest)
-
-    def tokens(rows):
-        return jax.ShapeDtypeStruct((rows, job.sequence), jnp.int32)
-
-    weights = {x.shape for x in jax.tree.leaves((shapes, rest))}
+    job = program.job
+    weights = {x.shape for x in jax.tree.leaves((program.state.trainable, program.state.rest))}
 
     def kept(remat: nn.remat.Policy) -> list[Any]:
-        backward = functools.partial(_backward, dtype=job.dtype, remat=_hashable(remat))
+        backward = functools.partial(_backward, dtype=job.dtype, remat=hashable(remat))
 
         def residuals(rows):
-            return jax.eval_shape(backward, shapes, rest, tokens(rows))
+            return jax.eval_shape(backward, *model_inputs(program, rows))
 
-        return _activations(residuals, rows, job.sequence, weights)
+        # Of one row: the batches of a search share the trace.
+        return _activations(residuals, 1, job.sequence, weights)
 
     def count(leaves):
-        return sum(_kept_bytes(x, program) for x in leaves)
+        return rows * sum(_kept_bytes(x, program) for x in leaves)
 
     remat = job.remat if not program.is_1f1b else "full"  # 1F1B keeps the layers' inputs
     saved, all_ = count(kept(nn.remat.kept_on_device(remat))), count(kept(None))
@@ -158,7 +154,14 @@ def _layers_and_period(stack: nn.Stack) -> tuple[int, int]:
     return len(stack), 1 if stack.staged is None else stack.layer_groups[stack.staged].period
 
 
-def _hashable(remat: nn.remat.Policy) -> Any:
+def model_inputs(program: Program, rows: int) -> tuple[Any, Any, Any]:
+    """Returns the trained parameters, the rest of the model and `rows` rows of tokens, as shapes without devices."""
+    state, shape = program.state, (rows, program.job.sequence)
+    params, rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.trainable, state.rest))
+    return params, rest, jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def hashable(remat: nn.remat.Policy) -> Any:
     """Returns a policy that `jit` can compare: names and their choices as a tuple."""
     named = nn.remat.POLICIES.get(remat, remat) if isinstance(remat, str) else remat
     if named is None or callable(named):
@@ -170,12 +173,25 @@ def _hashable(remat: nn.remat.Policy) -> Any:
 @functools.partial(jax.jit, static_argnames=("dtype", "remat"))
 def _backward(params: Any, rest: Any, tokens: Any, *, dtype: str, remat: Any) -> list[Any]:
     """Returns what the backward pass of the model needs from the forward pass."""
+    return jax.tree.leaves(gradient(params, rest, tokens, dtype, remat)[1])
+
+
+def gradient(params: Any, rest: Any, tokens: Any, dtype: str, remat: Any) -> tuple[Any, Callable[..., Any]]:
+    """Returns the model's hidden states, and the function that maps their gradient to that of `params`.
+
+    Args:
+        params: The trained parameters.
+        rest: The rest of the model.
+        tokens: Rows of tokens.
+        dtype: Dtype of activations.
+        remat: A policy, as `hashable` returns it.
+    """
     policy = dict(remat) if isinstance(remat, tuple) else remat
 
     def hidden(params):
         return nn.combine(params, rest)(tokens, dtype=jnp.dtype(dtype), remat=policy).hidden
 
-    return jax.tree.leaves(jax.vjp(hidden, params)[1])
+    return jax.vjp(hidden, params)
 
 
 def _activations(

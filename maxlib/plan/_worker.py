@@ -86,8 +86,11 @@ def compile_job(job: Job, folder: Path, tell: Callable[..., None]) -> None:
 
 
 def _trips(program: Program, text: str) -> dict[str, float]:
-    room = ExpertParallel.room if program.layout.axis_size("act_expert") > 1 else 1
-    platform = parse_target(program.job.target).platform.replace("cuda", "gpu")
+    layout, platform = program.layout, parse_target(program.job.target).platform.replace("cuda", "gpu")
+    ragged = (layout.experts or ExpertParallel()).is_ragged(platform, pipelined=layout.pipeline is not None)
+    sent = layout.axis_size("act_expert") > 1
+    # The exchange's first buffers, which are enough for about equal shares.
+    room = 1 if not sent else ExpertParallel.even if ragged else ExpertParallel.room
     return {"attention": attention_trips(text, platform), "room": room} | grouped_matmul_trips(text, room)
 
 

@@ -167,6 +167,7 @@ class ExpertParallel(Strategy):
 
     kind: ClassVar[str] = "experts"
     room: ClassVar[int] = 2  # padded messages have room for this many times an even share
+    even: ClassVar[float] = 1.25  # so many, where ragged messages are about equal
     axis: str = "expert"
     exchange: str | None = None
 

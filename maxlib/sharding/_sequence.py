@@ -24,7 +24,7 @@ class SplitSequence:
         rows: Sequences on a device.
         tokens: Tokens on a device.
         width: Bytes of a number in the compute dtype.
-        passes: 2 for forward and backward, 3 if the forward pass is computed again.
+        passes: 2 for forward and backward, 3 if the forward pass is computed again; in between if parts of it are.
     """
 
     strategy: "ContextParallel"
@@ -34,7 +34,7 @@ class SplitSequence:
     rows: float
     tokens: float
     width: int
-    passes: int
+    passes: float
 
     def attention(self, *, queries: int, keys: int) -> dict[str, float]:
         """Returns the bytes that attention sends in a training step, by kind of collective.

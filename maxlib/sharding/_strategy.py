@@ -59,7 +59,7 @@ class StepFacts:
         width: Bytes of a number in the compute dtype.
         hidden: Bytes of the residual stream of these tokens.
         layers: Number of layers computed for these tokens, including idle ticks of a pipeline.
-        passes: 2 for forward and backward, 3 if layers are recomputed.
+        passes: 2 for forward and backward, 3 if layers are recomputed; in between if parts of them are.
         ticks: Ticks of a pipeline divided by its microbatches; 1 without one.
         weights: The parameters.
         mixers: The layers that mix tokens (`nn.SequenceMixer`), each with the number of layers that it represents.
@@ -75,7 +75,7 @@ class StepFacts:
     width: int
     hidden: float
     layers: float
-    passes: int
+    passes: float
     ticks: float
     weights: tuple[ShardedWeight, ...]
     mixers: tuple[tuple[Any, float], ...]

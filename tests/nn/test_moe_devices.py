@@ -78,15 +78,19 @@ def ragged_all_to_all(
     return jnp.full_like(output, fill).at[at.reshape(-1)].set(rows.reshape(-1, *operand.shape[1:]), mode="drop")
 
 
-FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("dense", "ragged")]
+FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("dense", "ragged", "ragged in larger buffers")]
 
 
 @pytest.fixture(params=["ragged in tiles", *FULL])
 def exchanging(request, monkeypatch):
-    """The rules of an exchange; a ragged one on CPUs, of single rows or of whole tiles however few rows there are."""
-    how, _, tiles = request.param.partition(" in ")
-    if tiles:
+    """The rules of an exchange; a ragged one on CPUs, of single rows or of whole tiles however few rows there are, with
+    buffers for about equal shares or, as these are too small, for twice as many.
+    """
+    how, _, words = request.param.partition(" in ")
+    if words == "tiles":
         monkeypatch.setattr(exchange, "_tile", lambda choices, num_experts: exchange.TILE)
+    if words == "larger buffers":
+        monkeypatch.setattr(sharding.ExpertParallel, "even", 0.5)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(exchange, "CAN_RAGGED", ("cpu",))
     return sharding.EP | sharding.ExpertParallel(exchange=how)
@@ -180,6 +184,7 @@ def test_a_ragged_exchange_moves_no_more_rows_than_there_are(monkeypatch):
     exchanges = re.findall(r"@ragged_all_to_all\(.*: \(tensor<(\d+)x16xf32>, tensor<(\d+)x16xf32>", text)
     choices = 16 * X
     rows = {(out, choices) for out in (choices // 2, choices // 8)}  # two turns, or as many as there are devices
+    rows |= {(choices // 2, 5 * choices // 8)}  # two turns with about equal shares
     assert {tuple(map(int, pair)) for pair in exchanges} == rows | {pair[::-1] for pair in rows}
     assert "all_to_all" not in text.replace("ragged_all_to_all", "")
 

@@ -1,5 +1,7 @@
 """The recorded sweep over presets."""
 
+import types
+
 import pytest
 
 from maxlib import weights
@@ -11,6 +13,8 @@ ROW = {
     "parameters": 6.7e9,
     "mesh": "fsdp 4",
     "sequence": 4096,
+    "remat": "full",
+    "batch": 1,
     "peak": 2.0**30,
     "analytic": 2.0**30,
     "fits": True,
@@ -36,6 +40,26 @@ ROW = {
 )
 def test_the_sweep_names_what_a_step_falls_short_of(change, fault):
     assert sweep.faults(ROW | change) == fault
+
+
+def made(mfu, *, fits=True, factor=1.3):
+    """What the sweep reads of a plan."""
+    estimate, job = types.SimpleNamespace(mfu=mfu), types.SimpleNamespace(title="llama2-7b")
+    return types.SimpleNamespace(fits=fits, flops_factor=factor, estimate=estimate, job=job)
+
+
+@pytest.mark.parametrize(
+    ("slices", "best"),
+    [
+        ([[made(0.5), made(0.7), made(0.9, fits=False), made(0.8, factor=1.5)], [made(0.9)]], 0.7),
+        ([[made(0.9, fits=False)], [made(0.5)], [made(0.55)], [made(0.9)]], 0.55),  # falls short: the next slice, too
+        ([[made(0.5, fits=False)]], 0.5),
+    ],
+)
+def test_the_sweep_takes_the_fastest_plan_that_fits(monkeypatch, slices, best):
+    monkeypatch.setattr(sweep, "fitting", lambda name, chip: iter(slices))
+    monkeypatch.setattr(sweep, "searched", lambda plans, compile: plans)
+    assert sweep.mfu(sweep.planned("llama2-7b", "v6e", compile=1)) == best
 
 
 def test_every_row_of_the_sweep_is_of_a_preset_and_those_that_fall_short_are_known():

@@ -5,6 +5,7 @@ device, D width, R rows.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -43,9 +44,11 @@ def dropless(
     """Applies the experts of all devices to this device's tokens; no choice is dropped.
 
     Buffers have a static size, but any number of tokens may choose a device's experts. If tokens are spread about
-    evenly, two rounds run, each with half the tokens and buffers of `ExpertParallel.room` times an even share. If some
-    device would get more, there are as many rounds as devices, each with buffers for all choices of its tokens. Either
-    way a buffer is at most as large as all choices of a device's own tokens. The backward pass recomputes each round.
+    evenly, two rounds run, each with half the tokens and buffers of `ExpertParallel.room` times an even share, or of
+    `ExpertParallel.even` times it if that is enough for a ragged exchange: elementwise operations pass over the whole
+    buffer. If some device would get more, there are as many rounds as devices, each with buffers for all choices of its
+    tokens. Either way a buffer is at most as large as all choices of a device's own tokens. The backward pass
+    recomputes each round.
 
     `is_ragged` chooses the exchange. A ragged exchange sends only rows that exist, if they are many for each expert in
     whole tiles, and a buffer has room for all rows that a device receives; a dense exchange sends pieces of equal size
@@ -73,15 +76,20 @@ def dropless(
     each = devices if ragged else 1  # the capacity counts rows from all devices, or from each device
     # Room for the choices of a round, and for the empty rows of tiles: half a tile for each expert on average.
     choices, empty = experts.size * each // few, num_experts * (tile - 1)
-    share = -(-ExpertParallel.room * choices // devices) + ExpertParallel.room * empty // 2
-    length = LENGTH if tile > 1 and share >= LENGTH else tile
-    even = round(min(share, choices + empty) / length) * length
-    usual = functools.partial(_turns, turn, few, even)
+    rooms = (ExpertParallel.even, ExpertParallel.room) if ragged else (ExpertParallel.room,)
+    shares = [math.ceil(room * choices / devices) + int(room * empty / 2) for room in rooms]
+    lengths = [LENGTH if tile > 1 and share >= LENGTH else tile for share in shares]
+    rounded = [round(min(share, choices + empty) / n) * n for share, n in zip(shares, lengths, strict=True)]
+    sizes = sorted({*rounded})
+    usual = [functools.partial(_turns, turn, few, size) for size in sizes]
     # Room for any choice.
-    worst = functools.partial(_turns, turn, many, dispatch.rounded(experts.size * each // many + empty, length))
-    busiest = _busiest(experts, valid, few, num_experts, devices, tile, axis if ragged else None)
+    worst = functools.partial(_turns, turn, many, dispatch.rounded(experts.size * each // many + empty, lengths[-1]))
+    if few == devices:
+        return worst(tokens)
+    busiest = _of_all(_busiest(experts, valid, few, num_experts, devices, tile, axis if ragged else None))
     # All devices take the same branch (`_busiest` is a maximum over the mesh), because each branch has collectives.
-    return lax.cond(_of_all(busiest) <= even, usual, worst, tokens) if few < devices else worst(tokens)
+    enough = sum((busiest > size).astype(jnp.int32) for size in sizes)
+    return lax.switch(enough, [*usual, worst], tokens)
 
 
 def is_ragged() -> bool:
