@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxlib
@@ -87,6 +88,11 @@ def test_inspect_finds_what_differs(capsys, model, directory, tmp_path):
     assert status == 1
     (row,) = json.loads(text)["differences"]
     assert row["name"] == "model.norm.weight" and row["difference"].startswith("values, by up to 0.5")
+    for name, scale in (("one", 1.0), ("two", 2.0)):  # such as the scale of a matrix in FP8
+        (tmp_path / name).mkdir()
+        save_file({"scale": np.array(scale, np.float32)}, tmp_path / name / "model.safetensors")
+    status, text = printed(capsys, "inspect", tmp_path / "one", tmp_path / "two")
+    assert status == 1 and "values, by up to 1" in text
 
 
 def test_inspect_reads_the_newest_step_of_a_checkpointer(capsys, tmp_path):

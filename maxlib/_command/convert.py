@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compressed-tensors",
         action="store_true",
-        help="write quantized weights as transformers, vLLM and SGLang read them",
+        help="write quantized weights as transformers, vLLM and SGLang read them; without --quantize those of MODEL",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a directory that exists")
 
@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         weights.save_gguf(source, args.directory, dtype=kind, overwrite=args.overwrite)
         print(f"{args.directory}: {args.directory.stat().st_size / 1e9:.3f} GB")
         return 0
-    model = maxlib.from_pretrained(source, dtype=args.dtype)
+    keeps = args.compressed_tensors and not args.quantize
+    model = maxlib.from_pretrained(source, dtype=args.dtype, keep_quantized=keeps)
     if args.compressed_tensors:
         model = quantization.for_inference(model, args.quantize) if args.quantize else model
         maxlib.save_pretrained(

@@ -122,8 +122,7 @@ def _difference(a: Array, b: Array) -> str:
         return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
     if not (callable(a.content) and callable(b.content)):
         return "" if a.content == b.content else "values (checksums differ)"
-    first: Any = a.content()
-    second: Any = b.content()
+    first, second = (np.atleast_1d(array.content()) for array in (a, b))
     if np.array_equal(first.view(np.uint8), second.view(np.uint8)):
         return ""
     distance = np.abs(first.astype(np.float64) - second.astype(np.float64))

@@ -355,10 +355,9 @@ class LocalEngine:
         tokens, valid = (np.zeros((1, bucket(len(text))), dtype) for dtype in (np.int32, bool))
         tokens[0, : len(text)], valid[0, : len(text)] = text, True
         count = integer("alternatives", alternatives, least=0)
+        least = power_of_two(max(count, 1))  # `jax.lax.map` returns no arrays without elements
         with self._turns:
-            scores = score_tokens(
-                self.generator.packed, tokens, valid, alternatives=power_of_two(count), dtype=self.generator.dtype
-            )
+            scores = score_tokens(self.generator.packed, tokens, valid, alternatives=least, dtype=self.generator.dtype)
         log_probs, best, best_log_probs = (np.asarray(x)[: len(text) - 1] for x in scores)
         best, best_log_probs = best[:, :count].tolist(), best_log_probs[:, :count].tolist()
         return log_probs.tolist(), list(zip(best, best_log_probs, strict=True))
@@ -544,6 +543,7 @@ class LocalEngine:
         request._blocks = [*shared, *memory.take(num_new)]
         request._order = request._order or next(self._clock)
         if last is not None:
+            request.cached = len(request.prompt)
             return dataclasses.replace(last, request=request, slot=slot)
         job = Prefill(request, text, slot, shared, memory.num_read(len(text) + 1))
         if source is not None:
@@ -723,6 +723,7 @@ class LocalEngine:
         slots = self._slots_to_run()
         rows = [self._rows[slot] if slot < self.slots else None for slot in slots]
         bias = bias_of(rows, self.generator.vocab)
+        rows = [None if row is None or row.done else row for row in rows]  # a row whose processor fails does not run
         if rows != self._rows_of_settings:
             self._rows_of_settings, self._settings = rows, settings_of(rows, self.generator.vocab)
         self.num_steps += 1

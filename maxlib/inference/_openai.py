@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 import jax
+from jaxtyping import Array, Key
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
@@ -68,9 +69,11 @@ class _Choice:
     def _content(self, piece: str) -> str:
         """Returns the text before tool calls, without what may be the beginning of one."""
         self._text += piece
-        end = len(self._text)
+        if self._format == "gpt-oss":  # only all messages say which is the answer
+            return ""
+        end, answer = len(self._text), self._text.rfind("</think>") + 1  # calls inside the reasoning are not calls
         for marker in CALL_MARKERS[self._format] if self._format else ():
-            place = self._text.find(marker)
+            place = self._text.find(marker, answer)
             end = min(end, place if place >= 0 else len(self._text) - overlap(self._text, marker))
         content = self._text[self._num_written : max(end, self._num_written)]
         self._num_written += len(content)
@@ -87,7 +90,7 @@ class _Choice:
         except ValueError:
             return content + rest
         self.tool_calls = answer.tool_calls[: self._most_calls]
-        if self._format == "gpt-oss":  # nothing is written before the end, which says what is an answer
+        if self._format == "gpt-oss":
             self.reasoning = answer.reasoning
             return answer.content
         return content if self.tool_calls else content + rest
@@ -318,7 +321,7 @@ class Server:
                     stop=fields.stops,
                     processors=processors,
                     alternatives=fields.num_alternatives,
-                    key=None if fields.seed is None else jax.random.fold_in(jax.random.key(fields.seed), number),
+                    key=None if fields.seed is None else jax.random.fold_in(_key(fields.seed), number),
                 )
                 show_special = tool_format is not None
                 writer = TextWriter(self.tokenizer, prompt, stop=fields.stops, ends=ends, show_special=show_special)
@@ -345,7 +348,7 @@ class Server:
                         self.tokenizer, vocab=vocab, stop_token_ids=self.stop_token_ids
                     )
                 processors.append(Grammar.json_schema(schema, self._grammar_tokenizer))
-        except ValueError as error:
+        except (ValueError, ImportError) as error:  # ImportError: without the package for grammars
             raise BadRequest(str(error)) from None
         return processors
 
@@ -371,7 +374,8 @@ class Server:
             offsets = [start + length for length in text_lengths(self.tokenizer, request.prompt, tokens)[:-1]]
             log_probs = self._log_probs(fields, tokens, drawn, best[:count], offsets)
         text = text if fields.max_tokens else ""
-        answer: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
+        # Without new tokens nothing has ended the text.
+        answer: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason if count else "length"}
         if fields.return_token_ids:
             answer |= {"token_ids": request.tokens[:count], "prompt_token_ids": request.prompt}
         if echo is not None:
@@ -521,6 +525,12 @@ def _chat_chunk(
     if choice.tool_calls:
         delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(_tool_calls(choice))]
     return {"delta": delta, "logprobs": None, "finish_reason": choice.finish_reason}
+
+
+def _key(seed: int) -> Key[Array, ""]:
+    """Returns the key of a seed of 64 bits, of which JAX reads the lower half."""
+    key, upper = jax.random.key(seed), seed >> 32
+    return jax.random.fold_in(key, upper & 0xFFFFFFFF) if upper not in (0, -1) else key
 
 
 def _tool_calls(choice: _Choice) -> list[dict[str, Any]]:

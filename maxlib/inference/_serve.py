@@ -57,7 +57,7 @@ def openai_app(
     except ImportError as error:
         raise ImportError(_INSTALL) from error
     if tool_format is None and template is not None:
-        tool_format = tool_call_format(template.source)
+        tool_format = tool_call_format(template.tool_source)
     server = Server(
         engine,
         tokenizer,

@@ -18,12 +18,11 @@ _DEEPSEEK, _DEEPSEEK_CALL, _DEEPSEEK_SEP = "<｜tool▁calls▁begin｜>", "<｜
 _DSML = "<｜DSML｜function_calls>"
 _TYPES = JSON_TYPES | {type(None): "null"}
 _QUOTED = 200  # characters of a text that an error shows
-# The text from which each format's calls may begin; Llama 3 writes bare JSON, and GPT-OSS the header of a message.
+# The text from which each format's calls may begin; Llama 3 writes bare JSON.
 CALL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {
     "hermes": (_HERMES,),
     "llama3": (_PYTHON_TAG, "{"),
     "deepseek": (_DEEPSEEK, _DSML),
-    "gpt-oss": ("<|start|>", "<|channel|>"),
 }
 
 
@@ -81,7 +80,7 @@ def tool_call_format(template: str) -> ToolFormat | None:
     """Returns the format in which a chat template writes tool calls, or None for an unknown one.
 
     Args:
-        template: Source of the template (`tokenization.ChatTemplate.source`).
+        template: Source of the template (`tokenization.ChatTemplate.tool_source`).
     """
     if "<|channel|>" in template:
         return "gpt-oss"

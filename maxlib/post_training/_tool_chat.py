@@ -52,7 +52,7 @@ class ToolChat:
         self.messages: list[Message] = [dict(message) for message in messages]
         self.tools, self.score = {tool.__name__: tool for tool in tools}, score
         self.schemas = [json_schema(tool) for tool in tools]
-        known = format or tool_call_format(template.source)
+        known = format or tool_call_format(template.tool_source)
         if known is None:
             raise ValueError("the chat template does not show how it writes tool calls: pass format=, such as 'hermes'")
         self.tokenizer, self.template = tokenizer, template

@@ -58,7 +58,7 @@ def for_inference(model: Model, rules: Rules) -> Model:
         ValueError: as for `for_training`, and when the groups of a named format divide no matrix.
     """
     if isinstance(rules, str):
-        return _apply(model, _rules_that_divide(model, rules), store)
+        return _apply(model, rules_that_divide(model, rules), store)
     return _apply(model, as_rules(rules, INFERENCE), store)
 
 
@@ -98,7 +98,7 @@ def _look_at_unknown(model: Any, rules: Sequence[Rule], decide: sites.Decide) ->
         )
 
 
-def _rules_that_divide(model: Any, name: str) -> list[Rule]:
+def rules_that_divide(model: Any, name: str) -> list[Rule]:
     """Returns the rules of a preset and, before them, one for each matrix that its groups do not divide."""
     (rule,) = as_rules(name, INFERENCE)
     format, short = rule.format, nn.tree.pattern_paths(model)

@@ -44,8 +44,8 @@ def save(
         model: A model with quantized weights.
         directory: Where to write it; also "s3://bucket/model" or "gs://bucket/model".
         like: Directory of the original model, or its name on the hub: tokenizer, chat template, processors,
-            generation_config.json and the ids in its config.json are copied, as by `save_pretrained`. Without it and
-            `generation`, the files do not record which id ends a text.
+            generation_config.json, and the ids and the names of labels in its config.json are copied, as by
+            `save_pretrained`. Without it and `generation`, the files do not record which id ends a text.
         tokenizer: A `tokenizers.Tokenizer` or a Hugging Face tokenizer, instead of that of `like`.
         generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
         overwrite: True replaces an existing directory.
@@ -53,7 +53,16 @@ def save(
 
     Raises:
         FileExistsError: when the directory exists and `overwrite` is False.
+        ValueError: when the model has adapters.
     """
+    adapted = [
+        p for p, s in sites.find(model, sites.SITES) if isinstance(getattr(s, "matmul", None), nn.matmul.LowRank)
+    ]
+    if adapted:
+        raise ValueError(
+            f"{adapted[0]} has an adapter, which `load` does not read: adapters.save writes the adapters, beside the model "
+            "that adapters.base_model returns"
+        )
     fields = (family or weights.family_of(model)).fields
     values = {path: v.get_value() for path, v in nn.variables(model).items()}
     headers = [files.Header(path, np.dtype(v.dtype), v.shape) for path, v in values.items()]
@@ -62,7 +71,9 @@ def save(
         ids = export.write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=None, generation=generation
         )
-        export.write_json(part / "config.json", export.with_ids(fields.write(model.cfg), ids))
+        export.write_json(
+            part / "config.json", export.with_labels(export.with_ids(fields.write(model.cfg), ids), source)
+        )
         if "eos_token_id" not in (generation or {}):
             export.add_end_of_turn(part, getattr(tokenizer, "eos_token_id", None))
         export.write_json(part / MANIFEST, _manifest(model))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn
 from maxlib.nn import sites
 from maxlib.nn.sites import Where
-from maxlib.quantization._apply import store
+from maxlib.quantization._apply import rules_that_divide, store
 from maxlib.quantization._formats import INFERENCE, Format, Rules, as_rules
 from maxlib.quantization._streaming import Inputs, Stream, arranged, formats_of, matrices, with_layers
 
@@ -52,9 +52,10 @@ def gptq(
     Raises:
         ValueError: as for `for_inference`, and for weights in another format.
     """
-    rules = as_rules(rules, INFERENCE)
-    if wrong := [rule.format for rule in rules if rule.format is not None and rule.format.weights not in _MAXIMA]:
+    formats = [rule.format for rule in as_rules(rules, INFERENCE) if rule.format is not None]
+    if wrong := [format for format in formats if format.weights not in _MAXIMA]:
         raise ValueError(f"GPTQ rounds to {' or '.join(_MAXIMA)}, got {wrong[0]}; for_inference rounds to every format")
+    rules = rules_that_divide(model, rules) if isinstance(rules, str) else as_rules(rules, INFERENCE)
     decide = sites.Decisions(rules, lambda rule: rule.format)
     stream, layers = Stream(model, tokens, dtype), []
     for i, layer in stream:

@@ -32,8 +32,8 @@ class ChatTemplate:
         special_tokens: Texts that it may name, such as `{"bos_token": "<s>"}`; None for one that does not exist.
         seconds: Maximum processor time of a rendering. The other limits are 16 million characters and 1 GiB of memory.
 
-    Attributes: `source`, the default template; `marks_generation`, whether it marks with `{% generation %}` what the
-    model writes.
+    Attributes: `source`, the default template; `tool_source`, the one for chats with tools; `marks_generation`, whether
+    the default marks with `{% generation %}` what the model writes.
 
     Raises:
         ValueError: when it is not a template of Jinja.
@@ -49,6 +49,7 @@ class ChatTemplate:
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._special_tokens, self._seconds = dict(special_tokens or {}), seconds
         self.source = self._sources.get("default", "")
+        self.tool_source = self._sources.get("tool_use", self.source)
         self.marks_generation = re.search(r"{%[-+]?\s*generation\b", self.source) is not None
         for text in self._sources.values():
             self._render(text, None)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from maxlib._utils.files import write_atomically
+from maxlib._utils.files import read_json_object, write_atomically
+from maxlib.tokenization._special_tokens import special_tokens as read_special_tokens
 
 
 def train_bpe(
@@ -88,18 +89,19 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """Reads a `tokenizer.json`, and tries it on a short text.
 
     Truncation and padding in the file, which files written after training often have, are disabled: texts are encoded
-    whole.
+    whole. Added tokens that only tokenizer_config.json or added_tokens.json of the directory state are added.
 
     Args:
         path: The file, or a directory that has it.
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: when the file is damaged, or its tokenizer can neither encode nor decode a text; the message names
-            it.
+        ValueError: when the file is damaged, its tokenizer can neither encode nor decode a text, or other files give a
+            token another id; the message names it.
     """
     path = Path(path)
-    path = path / "tokenizer.json" if path.is_dir() else path
+    directory = path if path.is_dir() else None
+    path = path if directory is None else directory / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: expected a tokenizer.json, or a directory that has one.")
     try:
@@ -112,7 +114,49 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{path} is no tokenizer that can be used ({error}). Download it again.") from error
+    if directory is not None:
+        _add_stated(tokenizer, directory)
     return tokenizer
+
+
+def _add_stated(tokenizer: Tokenizer, directory: Path) -> None:
+    """Adds the tokens that other files of the directory state, as transformers does.
+
+    Raises:
+        ValueError: when one gets another id than the files say.
+    """
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for i, token in sorted(_stated(directory).items()):
+        if token.content in known:
+            continue
+        tokenizer.add_tokens([token])
+        if (got := tokenizer.token_to_id(token.content)) != i:
+            raise ValueError(
+                f"{directory} must give each token one id, but tokenizer.json lacks the added token {token.content!r} with "
+                f"the id {i}, and would give it {got}: its files belong to several tokenizers"
+            )
+
+
+def _stated(directory: Path) -> dict[int, AddedToken]:
+    """Reads the added tokens that tokenizer_config.json states, or else added_tokens.json, by id.
+
+    Raises:
+        ValueError: when they are not stated as transformers writes them.
+    """
+    path, older = directory / "tokenizer_config.json", directory / "added_tokens.json"
+    stated, named = _fields(path).get("added_tokens_decoder"), _fields(older)
+    path = older if stated is None else path
+    try:
+        if stated is not None:
+            return {int(i): AddedToken(**fields) for i, fields in stated.items()}
+        special = read_special_tokens(directory).values() if named else ()
+        return {i: AddedToken(name, normalized=False, special=name in special) for name, i in named.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} must state each added token and its id: {error}") from error
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}
 
 
 _PROBE = "A b, 1\n\u00e9 \u4e2d"  # letters, a digit, white space, and characters of two and three bytes

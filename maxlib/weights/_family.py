@@ -32,6 +32,7 @@ from maxlib.weights.export import (
     default_card,
     whole_directory,
     with_ids,
+    with_labels,
     write_companions,
     write_json,
 )
@@ -257,8 +258,8 @@ def save_pretrained(
         dtype: The dtype of the floating weights; None keeps theirs.
         max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
         like: Directory of the original model, or its name on the hub: tokenizer, chat template, processors,
-            generation_config.json and the ids in its config.json are copied. Without it and `generation`, the export
-            does not record which id ends a text.
+            generation_config.json, and the ids and the names of labels in its config.json are copied. Without it and
+            `generation`, the export does not record which id ends a text.
         tokenizer: A `tokenizers.Tokenizer` or a Hugging Face tokenizer, instead of that of `like`.
         chat_template: Chat template, such as the one that the model was trained on, instead of that of `like`.
         generation: Entries of generation_config.json (`{"eos_token_id": 1}`), which extend or override those of `like`.
@@ -298,9 +299,8 @@ def save_pretrained(
         ids = write_companions(
             part, source=source, tokenizer=tokenizer, chat_template=chat_template, generation=generation
         )
-        write_json(
-            part / "config.json", with_ids(config, ids) | {"dtype": stored.name, "torch_dtype": stored.name} | extra
-        )
+        config = with_labels(with_ids(config, ids), source)
+        write_json(part / "config.json", config | {"dtype": stored.name, "torch_dtype": stored.name} | extra)
         if "eos_token_id" not in (generation or {}):
             add_end_of_turn(part, getattr(tokenizer, "eos_token_id", None))
         if model_card:

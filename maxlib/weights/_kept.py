@@ -19,7 +19,7 @@ from maxlib import nn
 from maxlib.nn import sites
 from maxlib.weights._leaves import Leaf
 from maxlib.weights._packed import Layout, Packed
-from maxlib.weights.files import Stored
+from maxlib.weights.files import Stored, is_float
 from maxlib.weights.mapping import Cut, Piece, WeightMapping
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,11 @@ def keep(
     left = []
 
     def change(path: str, site: Any) -> Any:
-        packed = _packed(plan, stored, f"{path}.w")
-        if not packed:
-            return site
-        layout = _common(packed, site)
+        tensors = _tensors(plan, stored, f"{path}.w")
+        packed = [tensor for tensor in tensors if isinstance(tensor, Packed)]
+        layout = _common(packed, site) if packed and len(packed) == len(tensors) else None
         if layout is None or layout.qtype is None:
-            left.append(path)
+            left.extend([path] if any(map(_is_quantized, tensors)) else [])
             return site
         qtype = layout.qtype
         group = None if layout.group is None else math.gcd(layout.group, site.w.get_value().shape[-1])
@@ -79,18 +78,22 @@ def keep(
     if left:
         logger.warning(
             "these quantized weights are read in full precision, because nn.quantized.QuantizedWeight has no such layout "
-            "(groups in another order): %s",
+            "(groups in another order, blocks, or layers of a stack in different formats): %s",
             ", ".join(left),
         )
     return new, readers
 
 
-def _packed(plan: WeightMapping, stored: Mapping[str, Stored], path: str) -> list[Packed]:
-    """Returns the packed tensors that fill a leaf; none if it has any other."""
+def _tensors(plan: WeightMapping, stored: Mapping[str, Stored], path: str) -> list[Stored]:
+    """Returns the tensors that fill a leaf."""
     uses = plan.filling.get(path, [])
-    tensors = [stored[use.hf_name] for use in uses if isinstance(use, Piece)]
-    packed = [tensor for tensor in tensors if isinstance(tensor, Packed)]
-    return packed if len(packed) == len(uses) else []
+    names = [name for use in uses for name in ([use.hf_name] if isinstance(use, Piece) else use.hf_names)]
+    return [stored[name] for name in names]
+
+
+def _is_quantized(tensor: Stored) -> bool:
+    """Returns whether a tensor of a matrix has few bits in the files."""
+    return not tensor.as_stored or not is_float(tensor.dtype)
 
 
 def _common(packed: list[Packed], site: Any) -> Layout | None:

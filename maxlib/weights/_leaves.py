@@ -98,8 +98,9 @@ def _rows(out: np.ndarray, cut: Cut) -> Iterator[tuple[np.ndarray, Cut]]:
 
 
 def assign(out: np.ndarray, where: Any, value: np.ndarray, name: str) -> None:
-    """Copies with a cast. Raises ValueError if values overflow float16."""
+    """Copies with a cast. Raises ValueError if values overflow float16 or a float8."""
     with np.errstate(over="ignore"):
         out[where] = value
-    if out.dtype == np.float16 and value.dtype != np.float16 and not np.isfinite(out[where]).all():
-        raise ValueError(f"{name} has values that overflow float16; use float32 or bfloat16.")
+    is_small = out.dtype == np.float16 or (is_float(out.dtype) and out.dtype.itemsize == 1)
+    if is_small and value.dtype != out.dtype and not np.isfinite(out[where]).all():
+        raise ValueError(f"{name} has values that overflow {out.dtype}; use float32 or bfloat16.")

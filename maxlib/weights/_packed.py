@@ -332,9 +332,11 @@ def _packed_weights(bits: Collection[int], sizes: Collection[int]) -> Scheme:
         O, I = map(int, arrays["weight_shape"])
         n = width(packed.shape, (O, I))
         scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
-        zeros = np.full(scale.shape, 1 << n - 1)
-        if "weight_zero_point" in arrays:  # packed along the outputs: [O / 8, G] words -> [G, O] -> [O, G]
-            zeros = _words(arrays["weight_zero_point"].T, n, O).T
+        zeros, points = np.full(scale.shape, 1 << n - 1), arrays.get("weight_zero_point")
+        if points is not None and points.dtype == np.int8:  # of one scale for all, or of older versions
+            zeros = points.reshape(scale.shape).astype(np.int16) + zeros
+        elif points is not None:  # packed along the outputs: [O / 8, G] words -> [G, O] -> [O, G]
+            zeros = _words(points.T, n, O).T
         return _signed(n, _words(packed, n, I), zeros, scale, arrays.get("weight_g_idx"))
 
     optional = ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -410,7 +412,7 @@ def _auto_fp8(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
 
 def _gptq(quantization: Mapping[str, Any]) -> Sequence[Scheme]:
     """Reads GPTQ: words along the inputs, zero points that the first version stores less one, groups in any order."""
-    bits, form = quantization.get("bits"), quantization.get("checkpoint_format", "gptq")
+    bits, form = quantization.get("bits"), quantization.get("checkpoint_format", quantization.get("format", "gptq"))
     if bits not in (2, 3, 4, 8) or form not in ("gptq", "gptq_v2"):
         raise ValueError(
             f"GPTQ must have 2, 3, 4 or 8 bits and the checkpoint_format gptq or gptq_v2, got bits {bits!r}, {form!r}"

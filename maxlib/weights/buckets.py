@@ -72,7 +72,8 @@ def _copy(store: "_Store", listed: dict[str, str], part: Path) -> None:
     if INDEX in listed:  # a bucket may also have the same weights in other files
         store.get(INDEX, part)
         needed = {*read_index(part / INDEX).values()}
-        names = [name for name in names if name != INDEX and (name in needed or not name.endswith(".safetensors"))]
+        others = {name for name in names if name.endswith(".safetensors") and "/" not in name} - needed
+        names = [name for name in names if name not in {INDEX, *others}]
     for name in names:
         store.get(name, part)
 

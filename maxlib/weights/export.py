@@ -84,6 +84,14 @@ def with_ids(config: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any
     return {**config, **{name: value for name, value in ids.items() if value is not None or name not in config}}
 
 
+def with_labels(config: Mapping[str, Any], source: Path | None) -> dict[str, Any]:
+    """Returns the fields of config.json with the names of the labels of a directory, if it has as many."""
+    stored = {} if source is None else _read(source / "config.json")
+    if not stored.get("id2label") or len(stored["id2label"]) != len(config.get("id2label", ())):
+        return dict(config)
+    return {**config, **{name: stored[name] for name in ("id2label", "label2id", "problem_type") if name in stored}}
+
+
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
     """Copies the files and folders of a directory whose names match one of the patterns."""
     for path in sorted(source.iterdir()):

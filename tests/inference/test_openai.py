@@ -20,6 +20,7 @@ from flax import nnx
 
 import maxlib
 from maxlib import inference, ops
+from maxlib.inference._text import TextWriter
 from maxlib.models import llama
 from maxlib.tokenization import ChatTemplate
 from tests.nn.tiny import filled, filled_llama
@@ -28,6 +29,7 @@ httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
+_openai = pytest.importorskip("maxlib.inference._openai")
 
 VOCAB, EOS = 260, 256
 TEMPLATE = (
@@ -138,8 +140,9 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(model, client):
     np.testing.assert_allclose(probs.token_logprobs[1:-1], want[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
     np.testing.assert_allclose([max(top.values()) for top in probs.top_logprobs[1:]], want.max(-1), atol=1e-5)
     assert got.choices[0].text.startswith("A wall of bricks")
-    alone = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True)
+    alone = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logit_bias={str(EOS): 100})
     assert alone.choices[0].text == "A wall of bricks" and alone.usage.completion_tokens == 0
+    assert alone.choices[0].finish_reason == "length"  # although the next token would be the last one
 
 
 def test_the_official_client_reads_chats(client):
@@ -197,6 +200,38 @@ def test_tools_are_called_and_answered(model, monkeypatch):
         script.ids = [*TOKENIZER.encode("It is <too late").ids, EOS]
         (choice,) = client.chat.completions.create(**options | {"messages": [*options["messages"], *answer]}).choices
         assert choice.message.content == "It is <too late" and choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "content", "count"),
+    [
+        ("gpt-oss", "Yes, no", "Yes, no", 0),  # read at the end, where nothing may have been written yet
+        ("gpt-oss", "<|channel|>analysis<|message|>Hm<|end|><|channel|>final<|message|>Yes", "Yes", 0),
+        ("hermes", "A <tool_call>?</think>B<tool_call>{CALL}</tool_call>", "A <tool_call>?</think>B", 1),
+        ("hermes", "A <tool_call>?</think>B", "A <tool_call>?</think>B", 0),
+    ],
+)
+def test_the_pieces_of_a_stream_are_the_answer(format, text, content, count):
+    class Replayed(inference.Request):
+        def __init__(self):
+            pass
+
+        async def __aiter__(self):
+            for token in TOKENIZER.encode(text.replace("{CALL}", '{"name": "f", "arguments": {}}')).ids:
+                yield token
+
+    choice = _openai._Choice(Replayed(), TextWriter(TOKENIZER, [1], show_special=True), format, [], None)
+
+    async def read():
+        return [piece async for piece, _ in choice.pieces()]
+
+    assert "".join(asyncio.run(read())) == content and len(choice.tool_calls) == count
+
+
+def test_all_bits_of_a_seed_count():
+    seeds = [0, 1, 1 << 32, 1 + (1 << 32), 1 << 62, -1, -1 << 40]
+    keys = {tuple(jax.random.key_data(_openai._key(seed)).tolist()) for seed in seeds}
+    assert len(keys) == len(seeds) and (_openai._key(7) == jax.random.key(7)).all()
 
 
 def test_answers_follow_a_schema(client):
@@ -280,6 +315,12 @@ def test_errors_have_the_shape_of_openai(served, caplog, status, options):
     error = answer.json()["error"]
     assert answer.status_code == status and error["code"] == status and error["message"] and error["type"]
     assert KEY not in caplog.text and "sk-wrong" not in caplog.text
+
+
+def test_a_server_without_grammars_says_so(served, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = post(served[1], json=GOOD | {"response_format": {"type": "json_object"}})
+    assert answer.status_code == 400 and "maxlib[grammar]" in answer.json()["error"]["message"]
 
 
 def test_failures_tell_neither_client_nor_log_the_prompt(model, caplog, monkeypatch):

@@ -122,8 +122,40 @@ def test_a_state_is_reused_by_what_continues_all_of_it(monkeypatch):
         got, want = (request.result() for request in requests)
         other.result()
         assert got.tokens == want.tokens
-        assert requests[0].cached == (0 if turn == 0 else len(conversation) - 4) and requests[1].cached == 0
+        # The first turn is the prompt computed last.
+        assert requests[0].cached == len(conversation) - (0 if turn == 0 else 4) and requests[1].cached == 0
         conversation += [*got.tokens, 1, 2, 3]
+
+
+def test_a_state_that_a_failed_row_left_is_not_reused():
+    """A row whose processor fails must not run: its state would have a token that its text lacks."""
+    model = jax.jit(lambda: Hybrid(rngs=nnx.Rngs(0)))()
+    engine = LocalEngine(model, slots=2, chunk=16, dtype=jnp.float32)
+
+    def failing(request):
+        return [0.0, 1 / 0][0] if request.tokens else np.zeros(engine.generator.vocab, np.float32)
+
+    with pytest.raises(ZeroDivisionError):
+        engine.submit(SYSTEM, max_new_tokens=9, processors=[failing]).result()
+    longer, options = [*SYSTEM, 1, 2, 3], {"max_new_tokens": 4, "alternatives": 1}
+    got = engine.submit(longer, **options).result()
+    want = LocalEngine(model, slots=2, chunk=16, dtype=jnp.float32).submit(longer, **options).result()
+    assert got.tokens == want.tokens
+    np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-5)
+
+
+def test_scores_without_alternatives(model):
+    prompt, logits = SYSTEM, model.logits(model(jnp.asarray([SYSTEM]), dtype=jnp.float32).hidden)[0]
+    log_probs, best = LocalEngine(model, slots=1, dtype=jnp.float32).score(prompt)
+    want = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1), np.array(prompt[1:])]
+    np.testing.assert_allclose(log_probs, want, atol=1e-5)
+    assert best == [([], [])] * (len(prompt) - 1)
+
+
+def test_the_same_prompt_again_counts_as_cached(model):
+    engine = LocalEngine(model, slots=2, capacity=96, dtype=jnp.float32)
+    requests = [engine.submit(SYSTEM, max_new_tokens=2) for _ in range(2)]
+    assert [request.result() and request.cached for request in requests] == [0, len(SYSTEM)]
 
 
 def test_new_weights_empty_what_is_cached(model):

@@ -37,6 +37,13 @@ CALLS = [
 ]
 
 
+def test_the_format_is_that_of_the_template_for_tools():
+    """A directory may have two, of which the default has no calls."""
+    plain, with_tools = "{{ messages[0].content }}", (TEMPLATES / "qwen2_5.jinja").read_text()
+    template = ChatTemplate({"default": plain, "tool_use": with_tools}, special_tokens={"eos_token": "</s>"})
+    assert tool_call_format(template.tool_source) == "hermes" and ChatTemplate(plain).tool_source == plain
+
+
 @pytest.mark.parametrize(
     ("name", "format", "count", "end"),
     [

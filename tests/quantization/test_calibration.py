@@ -196,6 +196,21 @@ def test_a_model_that_cannot_be_rotated_is_named():
         quantization.rotate(model, jax.random.key(0))
 
 
+def test_a_named_format_leaves_what_no_group_divides(monkeypatch):
+    """As `for_inference` does."""
+    cfg, formats = llama.Config(**SIZES | {"num_layers": 1}, mlp_dim=80), {}
+    model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
+
+    def quantized(layer, of_layer, *_):
+        formats.update(of_layer)
+        return layer
+
+    monkeypatch.setattr(_gptq, "_quantized", quantized)  # rounding takes seconds to compile
+    with pytest.warns(UserWarning, match=r"stay in full precision, .*layers\.mlp\.down"):
+        quantization.gptq(model, [TOKENS[:1, :8]])
+    assert formats == dict.fromkeys(formats, INT4) | {"mlp.down": None} and "mlp.up" in formats
+
+
 def test_formats_and_rules_are_checked(dense):
     with pytest.raises(ValueError, match="GPTQ rounds to int4 or int8, got nf4"):
         quantization.gptq(dense, [], "nf4")

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from maxlib import inference, nn, ops
+from maxlib import adapters, inference, nn, ops
 from maxlib import quantization as quant
 from maxlib.distributed.xla_flags import WITHOUT_TPU
 from maxlib.nn.quantized import pack, unpack
@@ -289,6 +290,14 @@ def test_saves_and_loads(tmp_path):
     (tmp_path / "model" / "quantization.json").unlink()
     with pytest.raises(FileNotFoundError, match="must describe the stored weights"):
         quant.load(tmp_path / "model")
+
+
+def test_adapters_are_not_written_where_they_cannot_be_read(tmp_path):
+    low = jax.eval_shape(lambda m: quant.for_inference(m, "int8"), model("llama"))
+    tuned = adapters.add(low, adapters.LoRA(2, alpha=4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="has an adapter, which `load` does not read"):
+        quant.save(tuned, tmp_path / "low")
+    assert not list(tmp_path.iterdir())
 
 
 def test_restored_weights_are_parameters_again():

@@ -54,6 +54,24 @@ def test_document_without_tokens():
         data.tokenize(data.in_memory([[1]]), Nothing())[0]
 
 
+def test_tokens_that_only_other_files_state_are_added(tokenizer, tmp_path):
+    """As transformers does; such as those of a chat template, which would be cut to letters."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    size, token = tokenizer.get_vocab_size(), {"content": "<|turn|>", "special": True, "normalized": False}
+    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {str(size): token}}
+    for name, fields in (("tokenizer_config.json", stated), ("added_tokens.json", {"<|turn|>": size})):
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        (tmp_path / name).write_text(json.dumps(fields))
+        got = tokenization.load_tokenizer(tmp_path).encode("the <|turn|> fox").ids
+        assert got == transformers.AutoTokenizer.from_pretrained(tmp_path)("the <|turn|> fox").input_ids
+        assert size in got
+        (tmp_path / name).write_text(json.dumps(fields).replace(str(size), str(size + 7)))
+        with pytest.raises(ValueError, match=r"'<\|turn\|>' with the id 307, and would give it 300"):
+            tokenization.load_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
+
+
 LONG = "the quick brown fox jumps over the lazy dog"
 
 

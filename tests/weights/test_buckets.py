@@ -49,8 +49,12 @@ def test_weights_that_the_index_does_not_name_are_not_copied(bucket):
         (bucket / "model" / name).write_text("{}")
     index = {"metadata": {"total_size": 1}, "weight_map": {"w": names[2]}}
     (bucket / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    copied = {path.name for path in buckets.local("s3://bucket/model").iterdir()}
-    assert copied == {names[0], names[2], "model.safetensors.index.json"}
+    dense = bucket / "model" / "2_Dense"  # of a sentence-transformers model
+    dense.mkdir()
+    (dense / "model.safetensors").write_text("{}")
+    copied = buckets.local("s3://bucket/model")
+    assert {path.name for path in copied.iterdir()} == {names[0], names[2], "model.safetensors.index.json", "2_Dense"}
+    assert (copied / "2_Dense" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket", "gs://", "s3://bucket/x?secret=1\n"])

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,6 +13,7 @@ import maxlib
 from maxlib import nn, ops, quantization
 from maxlib.__main__ import main
 from maxlib.models import llama, phi3
+from maxlib.weights.files import Header, write_file
 from tests.models import parity
 from tests.nn.tiny import filled
 
@@ -128,6 +130,9 @@ def test_the_command_writes_it(model, tmp_path):
     assert main(["convert", *arguments]) == 0
     stated = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
     assert stated["quant_method"] == "compressed-tensors" and stated["format"] == "pack-quantized"
+    assert main(["convert", str(tmp_path / "small"), str(tmp_path / "again"), "--compressed-tensors"]) == 0
+    small, again = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "again"))
+    assert small.keys() == again.keys() and all(np.array_equal(small[name], again[name]) for name in small)
 
 
 def test_several_formats_name_their_modules(model, tmp_path):
@@ -147,10 +152,11 @@ def test_several_formats_name_their_modules(model, tmp_path):
     np.testing.assert_array_equal(parity.logits(got, tokens), parity.logits(small, tokens))
 
 
-def test_layers_in_different_formats_are_dequantized_and_named(model, tmp_path, caplog):
+@pytest.mark.parametrize("format", [quantization.INFERENCE["int8"], None], ids=["int8", "plain"])
+def test_layers_in_different_formats_are_dequantized_and_named(format, model, tmp_path, caplog):
     """Both are in one array of the model, which has one format."""
     rules = [
-        quantization.Rule(quantization.INFERENCE["int8"], match="layers.mlp.*", layers=(0,)),
+        quantization.Rule(format, match="layers.mlp.*", layers=(0,)),
         quantization.Rule(quantization.INFERENCE["int4"]),
     ]
     small = quantized(model, rules)
@@ -162,6 +168,22 @@ def test_layers_in_different_formats_are_dequantized_and_named(model, tmp_path, 
         nn.variables(got)["layers.groups.0.0.mlp.up.w"].get_value(),
         nn.variables(maxlib.from_pretrained(tmp_path / "mixed"))["layers.groups.0.0.mlp.up.w"].get_value(),
     )
+
+
+def test_fp8_in_blocks_is_dequantized_and_named(model, tmp_path, caplog):
+    maxlib.save_pretrained(model, tmp_path / "fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "_proj" in name]:
+        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = np.ones([-(-n // 128) for n in tensors[name].shape], np.float32)
+    headers = [Header(name, array.dtype, array.shape) for name, array in tensors.items()]
+    write_file(file, headers, iter(tensors.values()))
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    maxlib.from_pretrained(tmp_path / "fp8", keep_quantized=True)
+    assert "read in full precision" in caplog.text and "layers.groups.0.0.mlp.up" in caplog.text
 
 
 def test_parts_of_a_fused_tensor_have_one_format(tmp_path):

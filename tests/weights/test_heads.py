@@ -12,7 +12,7 @@ import tokenizers
 from flax import nnx
 
 import maxlib
-from maxlib import adapters, nn
+from maxlib import adapters, nn, ops
 from tests.nn.tiny import filled_llama
 
 torch = pytest.importorskip("torch")
@@ -127,6 +127,18 @@ def test_adapters_of_a_reward_model_are_those_of_peft(tmp_path):
     maxlib.save_pretrained(adapters.merge(tuned), tmp_path / "merged")
     merged = maxlib.from_pretrained(tmp_path / "merged", dtype=jnp.float32)
     np.testing.assert_allclose(scores(merged), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_names_of_labels_are_those_of_the_original(tmp_path):
+    model = filled_llama(num_layers=1, rope=ops.Rope(12, max_length=64))
+    names = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+    for labels, kept in ((2, names["id2label"]), (3, {str(n): f"LABEL_{n}" for n in range(3)})):
+        scored = nn.with_head(model, nn.ScoreHead(model.cfg.dim, labels, rngs=nnx.Rngs(0)))
+        maxlib.save_pretrained(scored, tmp_path / f"first{labels}")
+        config = tmp_path / f"first{labels}" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | names))
+        maxlib.save_pretrained(scored, tmp_path / f"again{labels}", like=tmp_path / f"first{labels}")
+        assert json.loads((tmp_path / f"again{labels}" / "config.json").read_text())["id2label"] == kept
 
 
 def test_a_model_with_another_head_keeps_the_rest():

@@ -112,6 +112,18 @@ def test_compressed_tensors(name, tmp_path):
     HFConfig({"quantization_config": quantization}).done()
 
 
+def test_zero_points_that_are_not_packed(tmp_path):
+    """As older versions of compressed-tensors wrote them."""
+    torch = pytest.importorskip("torch")
+    tensors, quantization, want = compressed("int4 with zero points")
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    shape = tensors["weight_scale"].shape
+    points = unpack_from_int32(torch.from_numpy(tensors["weight_zero_point"]), 4, torch.Size(shape), packed_dim=0)
+    got = read(tmp_path, tensors | {"weight_zero_point": points.numpy()}, quantization)
+    np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
 def test_gptq(bits, form, tmp_path):
@@ -123,11 +135,11 @@ def test_gptq(bits, form, tmp_path):
         zeros = (np.packbits(stream, axis=-1, bitorder="little")[..., 0].astype(int) - 1) % 2**bits
         stream = np.unpackbits(zeros.astype(np.uint8)[..., None], axis=-1, bitorder="little")[..., :bits]
         tensors["qzeros"] = np.packbits(stream.reshape(4, -1), axis=-1, bitorder="little").view(np.int32)
-    quantization = {"quant_method": "gptq", "bits": bits, "checkpoint_format": form, "desc_act": True}
     want = golden[f"want.{bits}"]
-    got = read(tmp_path, tensors, quantization)
-    np.testing.assert_array_equal(got, want)
-    assert got.dtype == want.dtype
+    for name in ("checkpoint_format", "format"):
+        got = read(tmp_path, tensors, {"quant_method": "gptq", "bits": bits, name: form, "desc_act": True})
+        np.testing.assert_array_equal(got, want)
+        assert got.dtype == want.dtype
 
 
 def test_awq(tmp_path):

@@ -155,8 +155,9 @@ def test_values_beyond_float16_are_refused(model, copied, tmp_path):
         for n, t in tensors.items()
     }
     save_file(big, path / "model.safetensors")
-    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that overflow float16"):
-        maxlib.from_pretrained(path, dtype=jnp.float16)
+    for dtype in ("float16", "float8_e4m3fn"):
+        with pytest.raises(ValueError, match=f"layers.1.mlp.up_proj.weight has values that overflow {dtype}"):
+            maxlib.from_pretrained(path, dtype=dtype)
     with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight has values that overflow float16"):
         maxlib.save_pretrained(maxlib.from_pretrained(path), tmp_path / "half", dtype=jnp.float16)
     assert not (tmp_path / "half").exists()
