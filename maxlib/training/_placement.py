@@ -190,8 +190,8 @@ def copy_model(model: Any, layout: sharding.Layout | None = None) -> Any:
 
     def copied(x: Any, to: Any) -> Any:
         # To more devices, `device_put` may share the buffer on the first of them whatever `may_alias` says.
-        own = jax.device_put(x, getattr(x, "sharding", None), may_alias=False)
-        return own if to is None else jax.device_put(own, to)
+        copy = jax.device_put(x, getattr(x, "sharding", None), may_alias=False)
+        return copy if to is None else jax.device_put(copy, to)
 
     if layout is None:
         return jax.tree.map(lambda x: copied(x, None), model)
