@@ -83,7 +83,8 @@ def logits(model, **inputs):
     return model.logits(model(jnp.asarray(TOKENS), dtype=jnp.float32, **inputs).hidden)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", pytest.param("DeepseekV3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Qwen3Moe", "DeepseekV3"])
 def test_forced_experts_give_the_logits_and_router_gradients_of_transformers(name, made, monkeypatch):
     theirs, ours = made(name)
     ids = routes()

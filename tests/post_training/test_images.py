@@ -112,6 +112,7 @@ def alone(model, document) -> float:
     return float(sum(scores[0, i, t] for i, t in enumerate(document["targets"]) if t >= 0))
 
 
+@pytest.mark.full
 def test_dpo_is_that_of_answers_one_by_one(documents, processor, model):  # noqa: F811
     policy, reference = model, jax.tree.map(lambda w: np.float32(0.8) * np.asarray(w), model)
     losses = [

@@ -199,7 +199,7 @@ def test_a_model_that_cannot_be_rotated_is_named():
 def test_a_named_format_leaves_what_no_group_divides(monkeypatch):
     """As `for_inference` does."""
     cfg, formats = llama.Config(**SIZES | {"num_layers": 1}, mlp_dim=80), {}
-    model = jax.jit(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))()
+    model = filled(lambda: llama.Llama(cfg, rngs=nnx.Rngs(0)))
 
     def quantized(layer, of_layer, *_):
         formats.update(of_layer)
