@@ -149,6 +149,7 @@ def test_a_trace_of_steps_has_their_ops(tmp_path, monkeypatch):
     assert 0 < sum(op.share for op in ops) <= 1.0001 and ops[0].seconds >= ops[-1].seconds > 0
 
 
+@pytest.mark.full
 def test_a_trainer_with_everything_attached(tmp_path, monkeypatch, capsys):
     tiny.share_steps(monkeypatch)
     write_trace = lambda: (tmp_path / "profile" / "host.xplane.pb").write_bytes(
