@@ -331,7 +331,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("rows", LEFT_OUT.values(), ids=LEFT_OUT)
 def test_endless_data_of_which_nothing_is_left_is_an_error_at_once(rows, monkeypatch):
     monkeypatch.setattr("maxlib.data._reader._STREAM_PATIENCE", 50)
-    with pytest.raises(ValueError, match="No document in (15|16|50) reads: .* all of it is filtered out or dropped"):
+    with pytest.raises(ValueError, match=r"No document in \d+ reads: .* all of it is filtered out or dropped"):
         next(data.Loader(rows, batch_size=2, timeout=20))
 
 
