@@ -55,10 +55,8 @@ def save(
         FileExistsError: when the directory exists and `overwrite` is False.
         ValueError: when the model has adapters.
     """
-    adapted = [
-        p for p, s in sites.find(model, sites.SITES) if isinstance(getattr(s, "matmul", None), nn.matmul.LowRank)
-    ]
-    if adapted:
+    layers = sites.find(model, sites.SITES)
+    if adapted := [path for path, site in layers if isinstance(getattr(site, "matmul", None), nn.matmul.LowRank)]:
         raise ValueError(
             f"{adapted[0]} has an adapter, which `load` does not read: adapters.save writes the adapters, beside the model "
             "that adapters.base_model returns"

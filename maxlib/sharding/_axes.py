@@ -113,8 +113,10 @@ def _suggestion(name: object) -> str:
 def mesh_axes_of(axes: MeshAxes) -> tuple[str, ...]:
     """Returns the mesh axes that a rule names, as a tuple."""
     axes = axes.axes if isinstance(axes, IfFree) else axes
-    if axes is None or isinstance(axes, str):
-        return () if axes is None else (axes,)
+    if axes is None:
+        return ()
+    if isinstance(axes, str):
+        return (axes,)
     return tuple(axis for member in axes for axis in mesh_axes_of(member))
 
 

@@ -215,7 +215,7 @@ class Trainer:
     @property
     def model(self) -> Any:
         """Returns a copy of the current model, with its own arrays."""
-        return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), self.state.model)
+        return copy_model(self.state.model)
 
     def restore(self, *, resume_from: str | Path | None = None, params_from: str | Path | None = None) -> str:
         """Restores the state from the first of these that exists, prints which one, and returns that line.
