@@ -8,7 +8,7 @@ from typing import Any
 
 import grain
 
-from maxlib.data._documents import is_of_system
+from maxlib.data._documents import is_system_error
 
 
 class SkipBadRecords:
@@ -109,7 +109,7 @@ class _Guarded(grain.MapDataset):
         try:
             return self._parent[index]
         except Exception as error:
-            if is_of_system(error):
+            if is_system_error(error):
                 raise
             self._bad_records.add(self._name, index % len(self), error)
             return None

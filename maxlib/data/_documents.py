@@ -74,7 +74,7 @@ def _loss_weights(document: Document, size: int) -> Float32[np.ndarray, " n"]:
     return weights.astype(np.float32)
 
 
-def is_of_system(error: Exception) -> bool:
+def is_system_error(error: Exception) -> bool:
     """Returns True for a missing file or a failing disk; an error of Pillow's about a damaged image has no number."""
     return isinstance(error, OSError) and error.errno is not None
 
@@ -84,12 +84,12 @@ def is_hf_dataset(table: Any) -> bool:
     return hasattr(table, "features")
 
 
-def without_nothing(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Returns what a table stores without the fields that are None: each object has the fields of all others."""
     if isinstance(value, Mapping):
-        return {name: without_nothing(x) for name, x in value.items() if x is not None}
+        return {name: without_nulls(x) for name, x in value.items() if x is not None}
     if isinstance(value, list) and value and isinstance(value[0], Mapping | list):  # not of tokens
-        return [without_nothing(x) for x in value]
+        return [without_nulls(x) for x in value]
     return value
 
 
@@ -138,7 +138,7 @@ def _named(index: int, document: Document, *, function: Callable[[Document, int]
         return function(document, index)
     except Exception as error:  # jinja raises many kinds
         record = document.get("record", f"{name} {index % count}")
-        if is_of_system(error) and not isinstance(error, FileNotFoundError):  # which the record names
+        if is_system_error(error) and not isinstance(error, FileNotFoundError):  # which the record names
             error.add_note(f"While reading {record}.")
             raise
         raise ValueError(f"{record}: {type(error).__name__}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import grain
 
-from maxlib.data._documents import Document, is_hf_dataset, token_ids, with_content, without_nothing
+from maxlib.data._documents import Document, is_hf_dataset, token_ids, with_content, without_nulls
 from maxlib.data._reader import FromIterators
 from maxlib.data._sources import Piece, array_record, jsonl, text_files
 from maxlib.data._storage import File, Paths, RemoteFile, find_files
@@ -110,7 +110,7 @@ class _StreamIterator(grain.DatasetIterator):
                 self._count += 1
                 if (self._count - 1) % self._every == self._first:
                     at = f"record {self._count - 1} of epoch {self._epoch}"
-                    return _as_fields(without_nothing(record), self._field, at)
+                    return _as_fields(without_nulls(record), self._field, at)
             ends = self._epochs is not None and self._epoch + 1 >= self._epochs
             check_epoch(self._count, slice(self._first, None, self._every), ends, "The stream")
             self._begin(self._epoch + 1)
@@ -142,7 +142,7 @@ class _Records:
 
     def __getitem__(self, index: Any) -> Document:
         record = self._table[int(index)]
-        record = without_nothing(record) if is_hf_dataset(self._table) else record
+        record = without_nulls(record) if is_hf_dataset(self._table) else record
         return _as_fields(record, self._field, f"record {index}")
 
 
@@ -185,7 +185,7 @@ class _Parquet:
         at = f"{self._paths[file]}: row group {number}, row {row}"
         with _naming(at):
             record = {name: column[row].as_py() for name, column in self._columns(group).items()}
-        return _as_fields(without_nothing(record), self._field, at)
+        return _as_fields(without_nulls(record), self._field, at)
 
     def _columns(self, group: int) -> dict[str, Any]:
         """Returns the columns of a row group: the field, and what belongs to messages."""

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from maxlib.data._audio import AudioProcessor
-from maxlib.data._documents import Document, Row, is_hf_dataset, is_messages, map_named, without_nothing
+from maxlib.data._documents import Document, Row, is_hf_dataset, is_messages, map_named, without_nulls
 from maxlib.data._images import ImageProcessor
 from maxlib.data._tokenize import warn_of_endless_turns, with_targets
 from maxlib.tokenization import ChatTemplate
@@ -117,7 +117,7 @@ def _dataset(documents: Documents) -> grain.MapDataset[Document]:
     if isinstance(documents, grain.MapDataset):
         return documents
     dataset = grain.MapDataset.source(documents)
-    return dataset.map(without_nothing) if is_hf_dataset(documents) else dataset
+    return dataset.map(without_nulls) if is_hf_dataset(documents) else dataset
 
 
 def _answered(

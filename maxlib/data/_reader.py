@@ -83,7 +83,7 @@ class InOrder(grain.DatasetIterator):
         return {"next_index": self._next, "documents": self._epoch}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        check_number(state, self._epoch)
+        check_num_documents(state, self._epoch)
         self._next = state["next_index"] if "next_index" in state else state["next"]  # of earlier mixtures
 
 
@@ -142,7 +142,7 @@ def check_same(before: Any, here: Any, what: str) -> None:
         )
 
 
-def check_number(state: dict[str, Any], documents: int) -> None:
+def check_num_documents(state: dict[str, Any], documents: int) -> None:
     """Raises ValueError for a state among another number of documents."""
     check_same(state.get("documents", documents), documents, "a source whose number of documents or files is")
 

@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from maxlib.data._documents import Document, token_ids
-from maxlib.data._reader import FromIterators, check_number, check_same
+from maxlib.data._reader import FromIterators, check_num_documents, check_same
 from maxlib.data._storage import File, Paths, find_files
 
 _NAMES = {"txt": "text", "npy": "tokens"} | dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image")
@@ -136,7 +136,7 @@ class _TarIterator(grain.DatasetIterator):
         return place | {"seed": self._source.seed, "documents": self._source.num_files}
 
     def set_state(self, state: State) -> None:
-        check_number(state, self._source.num_files)
+        check_num_documents(state, self._source.num_files)
         check_same(state.get("seed", self._source.seed), self._source.seed, "files shuffled with the seed")
         self._epoch, self._count = state["epoch"], state["count"]
         self._files, self._kept = self._source.files_of(self._part_of, self._epoch)

@@ -7,7 +7,7 @@ import grain
 
 from maxlib.data._bad_records import is_guarded
 from maxlib.data._documents import Document
-from maxlib.data._reader import FromIterators, check_number, check_patience, epoch_of, patience
+from maxlib.data._reader import FromIterators, check_num_documents, check_patience, epoch_of, patience
 
 
 def in_workers(
@@ -62,7 +62,7 @@ class _WorkersIterator(grain.DatasetIterator):
         return {"next_index": self._next, "documents": epoch_of(self._documents)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        check_number(state, epoch_of(self._documents))
+        check_num_documents(state, epoch_of(self._documents))
         self._stop()
         self._next = state["next_index"]
 
