@@ -8,9 +8,11 @@ what it saw is right: within ten minutes on a CPU. To use a model and tools of y
 With --server, vLLM servers sample while the model trains. Start them with what `--steps 0` writes:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve runs/agent/model --served-model-name policy --skip-tokenizer-init \\
-        --dtype float32 --max-num-batched-tokens 16384
+        --dtype float32 --max-num-batched-tokens 16384 --enforce-eager
 
 vLLM on a CPU fails at seeds for prompts that it computes in pieces, so all of a step must fit its tokens of a batch.
+Where it shares cores with the training, set OMP_NUM_THREADS=1, VLLM_CPU_OMP_THREADS_BIND=nobind and
+VLLM_ENABLE_V1_MULTIPROCESSING=0: else its threads and processes wait for each other in busy loops.
 """
 
 import argparse
@@ -133,7 +135,7 @@ def main() -> None:
         trainer.log(f"before: reward {sampling.mean_reward():.3f}")
         trainer.fit(args.steps)
         trainer.log(f"after: reward {sampling.mean_reward():.3f}")
-        sampling.save(trainer.state.trainable)
+        sampling.save("model", trainer.state.trainable)
 
 
 def demonstrated(model: llama.Llama, args: argparse.Namespace) -> llama.Llama:
@@ -158,8 +160,10 @@ class Sampling:
 
     def __init__(self, model: llama.Llama, args: argparse.Namespace):
         if args.server:
-            server = functools.partial(inference.ReloadingServerEngine, model="policy", save=self.save)
-            self.engines = [server(url) for url in args.server]
+            self.engines = [
+                inference.ReloadingServerEngine(url, "policy", save=functools.partial(self.save, f"server-{n}"))
+                for n, url in enumerate(args.server)
+            ]
         else:
             self.engines = [inference.LocalEngine(model, slots=64, capacity=LENGTH, dtype=jnp.float32)]
         self.environments = post_training.EnvironmentPool(environment, workers=2, in_threads=True)
@@ -179,9 +183,9 @@ class Sampling:
             return post_training.Rollouts(in_turn)
         return post_training.AsyncRollouts(self.batch, self.engines, newest, max_staleness=1)
 
-    def save(self, params: dict) -> Path:
-        """Writes the model with its newest weights, for servers and for later."""
-        path = self.args.out / "model"
+    def save(self, name: str, params: dict) -> Path:
+        """Writes the model with its newest weights; each server has a directory that no other one changes."""
+        path = self.args.out / name
         maxlib.save_pretrained(nn.combine(params, self.trainer.state.rest), path, overwrite=True)
         return path
 

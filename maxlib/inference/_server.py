@@ -254,7 +254,8 @@ class ReloadingServerEngine(ServerEngine):
         url: Address of the server.
         model: Name of the model there.
         save: Writes updated weights as a directory of safetensors that the server can read, and returns its path, such
-            as a function that calls `maxlib.save_pretrained(..., overwrite=True)`.
+            as a function that calls `maxlib.save_pretrained(..., overwrite=True)`. Engines in several threads must not
+            share a directory: one would replace what the server of another reads.
         options: Other arguments of `ServerEngine`.
     """
 
