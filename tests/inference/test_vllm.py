@@ -31,7 +31,8 @@ START = 300  # most seconds of vLLM's start
 FLAGS = "--served-model-name base --dtype float32 --max-model-len 64 --enforce-eager --skip-tokenizer-init --enable-lora --max-lora-rank 8"
 # float32 matmuls on both sides, and vLLM loads adapters and weights while it runs.
 SETTINGS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-SETTINGS |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# Several threads would wait for each other in busy loops beside other tests.
+SETTINGS |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
