@@ -1,9 +1,11 @@
-"""Atomic file writes, strict JSON, the cache directory, and clients of object stores."""
+"""Atomic file writes, strict JSON and its types, the cache directory, and clients of object stores."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def cache_directory() -> Path:
