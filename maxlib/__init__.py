@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from maxlib import training as training
     from maxlib import weights as weights
     from maxlib._command.doctor import show_versions as show_versions
-    from maxlib._utils.compilation_cache import enable_compilation_cache as enable_compilation_cache
-    from maxlib._utils.freed_memory import keep_freed_memory as keep_freed_memory
+    from maxlib._utils.process import enable_compilation_cache as enable_compilation_cache
+    from maxlib._utils.process import keep_freed_memory as keep_freed_memory
     from maxlib.weights import from_pretrained as from_pretrained
     from maxlib.weights import push_to_hub as push_to_hub
     from maxlib.weights import save_pretrained as save_pretrained

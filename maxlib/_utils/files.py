@@ -1,9 +1,11 @@
-"""Atomic file writes, strict JSON, and the cache directory."""
+"""Atomic file writes, strict JSON and its types, the cache directory, and clients of object stores."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def cache_directory() -> Path:
@@ -11,6 +13,22 @@ def cache_directory() -> Path:
     if directory := os.environ.get("MAXLIB_CACHE"):
         return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxlib"
+
+
+def store_client(url: str) -> Any:
+    """Returns fsspec's client of a URL's object store; it repeats requests that the store throttles.
+
+    Raises ImportError, with what to install, if there is none.
+    """
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec
+
+        return fsspec.filesystem(scheme)
+    except ImportError as error:
+        extra = {"s3": "s3", "gs": "gcs"}.get(scheme)
+        install = "install fsspec's client of it" if extra is None else f'pip install "maxlib[{extra}]"'
+        raise ImportError(f"{scheme}:// needs the client of its store: {install}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from maxlib.data._pretokenize import read_manifest as read_manifest
     from maxlib.data._pretokenize import read_tokens as read_tokens
     from maxlib.data._pretokenize import write_tokens as write_tokens
+    from maxlib.data._reader import in_workers as in_workers
     from maxlib.data._sources import array_record as array_record
     from maxlib.data._sources import chats as chats
     from maxlib.data._sources import in_memory as in_memory
@@ -50,6 +51,5 @@ if TYPE_CHECKING:
     from maxlib.data._videos import Qwen3VideoProcessor as Qwen3VideoProcessor
     from maxlib.data._videos import Video as Video
     from maxlib.data._videos import VideoProcessor as VideoProcessor
-    from maxlib.data._workers import in_workers as in_workers
 
 __getattr__, __dir__ = lazy(__name__, __file__)

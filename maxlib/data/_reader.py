@@ -1,4 +1,6 @@
-"""Threads that read the batches of one shard ahead with their states and counts, and end with the program."""
+"""Reading of one shard: in order, in this process or in workers; and threads that read its batches ahead with their
+states and counts, and end with the program.
+"""
 
 import atexit
 import functools
@@ -15,6 +17,9 @@ from typing import Any
 
 import grain
 import numpy as np
+
+from maxlib.data._bad_records import is_guarded
+from maxlib.data._documents import Document
 
 
 class FromIterators(grain.IterDataset):
@@ -70,14 +75,19 @@ class InOrder(grain.DatasetIterator):
 
     def __next__(self) -> Any:
         left_out = 0
-        while self._next < len(self._documents):
-            document = self._documents[self._next]
+        while True:
+            document = self._read()
             self._next += 1
             if document is not None:
                 return document
             left_out += 1
             check_patience(left_out, self._patience)
-        raise StopIteration
+
+    def _read(self) -> Any:
+        """Returns the next document, None for one that is left out. Raises StopIteration after the last one."""
+        if self._next >= len(self._documents):
+            raise StopIteration
+        return self._documents[self._next]
 
     def get_state(self) -> dict[str, Any]:
         return {"next_index": self._next, "documents": self._epoch}
@@ -253,3 +263,79 @@ def _from_json(state: Any) -> Any:
         case list():
             return [_from_json(x) for x in state]
     return state
+
+
+def in_workers(
+    documents: grain.MapDataset[Document], num_workers: int, *, buffer: int = 16
+) -> grain.IterDataset[Document]:
+    """Reads and transforms documents in worker processes, for transformations that keep Python busy.
+
+        loader = Loader(lambda part: pack(in_workers(documents[part], 4), length=512), batch_size=8, num_shards=2)
+
+    The documents, their order and the state are those of reading without workers, so a run may be resumed with another
+    number of them. Each shard of a loader has its own processes, which are started anew (`spawn`): a script that starts
+    them needs `if __name__ == "__main__":`, and the documents and transformations must be picklable by cloudpickle.
+
+    Args:
+        documents: The documents, with their transformations.
+        num_workers: Number of processes; with 0 documents are read in the loader's thread.
+        buffer: Number of documents that each process reads ahead.
+
+    Raises:
+        ValueError: when the documents pass through `SkipBadRecords`, whose count a process cannot share.
+    """
+    if num_workers < 0 or buffer < 1:
+        raise ValueError(f"num_workers must be at least 0 and buffer at least 1, got {num_workers} and {buffer}.")
+    if is_guarded(documents):
+        raise ValueError(
+            "Bad records are counted in one process: let the transformations in workers return None for what they skip, "
+            "or read SkipBadRecords.guard without in_workers."
+        )
+    if not num_workers:
+        return in_order(documents)
+    return FromIterators(functools.partial(InWorkers, documents, num_workers, buffer))
+
+
+class InWorkers(InOrder):
+    """Reads a dataset in order, whatever process reads a document; its state is that of `InOrder`."""
+
+    def __init__(self, documents: grain.MapDataset, num_workers: int, buffer: int):
+        super().__init__(documents)
+        self._num_workers, self._buffer, self._boxes = num_workers, buffer, None
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self._stop()
+
+    def close(self) -> None:
+        self._stop()
+        super().close()
+
+    def _read(self) -> Any:
+        self._boxes = self._start() if self._boxes is None else self._boxes
+        (document,) = next(self._boxes)
+        return document
+
+    def _start(self) -> Any:
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # grain asks for its own when it starts processes
+        boxes = _Boxed(self._documents[self._next :])
+        dataset = boxes.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        return iter(dataset.mp_prefetch(grain.MultiprocessingOptions(self._num_workers, self._buffer)))
+
+    def _stop(self) -> None:
+        if self._boxes is not None:
+            self._boxes.close()
+        self._boxes = None
+
+
+class _Boxed(grain.MapDataset):
+    """Documents in tuples: grain leaves out None, which would change the order in which workers take turns."""
+
+    def __len__(self) -> int:
+        return len(self._parent)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.slice(index) if isinstance(index, slice) else (self._parent[index],)

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from maxlib._utils.files import cache_directory
+from maxlib._utils.files import cache_directory, store_client
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
-_EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of maxlib that has the scheme's client
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -36,10 +35,10 @@ class RemoteFile:
         return self.url.rpartition("/")[0]
 
     def open(self, mode: str = "rb") -> Any:
-        return client(self.url).open(self.url, mode)
+        return store_client(self.url).open(self.url, mode)
 
     def read_bytes(self) -> bytes:
-        return client(self.url).cat_file(self.url)
+        return store_client(self.url).cat_file(self.url)
 
 
 File = Path | RemoteFile
@@ -53,18 +52,6 @@ def is_remote(path: Any) -> bool:
 def as_file(path: Any) -> File:
     """Returns the file of a path or URL."""
     return RemoteFile(str(path)) if is_remote(path) else Path(path)
-
-
-def client(url: str) -> Any:
-    """Returns fsspec's client of a URL's store; it repeats requests that the store throttles."""
-    scheme = url.partition("://")[0]
-    try:
-        import fsspec
-
-        return fsspec.filesystem(scheme)
-    except ImportError as error:
-        extra = f'pip install "maxlib[{_EXTRAS[scheme]}]"' if scheme in _EXTRAS else "install fsspec's client of it"
-        raise ImportError(f"{scheme}:// needs the client of its store: {extra}") from error
 
 
 def find_files(paths: Paths) -> list[File]:
@@ -86,7 +73,7 @@ def _local(path: Path) -> list[Path]:
 
 
 def _remote(url: str) -> list[RemoteFile]:
-    store = client(url)
+    store = store_client(url)
     store.invalidate_cache()  # others may have written there
     if store.isfile(url):
         return [RemoteFile(url)]
@@ -108,18 +95,18 @@ def _nonempty(files: list[Any], path: Any) -> list[Any]:
 
 def exists(file: File) -> bool:
     """Returns True for a file that exists."""
-    return client(file.url).isfile(file.url) if isinstance(file, RemoteFile) else file.exists()
+    return store_client(file.url).isfile(file.url) if isinstance(file, RemoteFile) else file.exists()
 
 
 def size_of(file: File) -> int:
     """Returns the size of a file in bytes."""
-    return client(file.url).size(file.url) if isinstance(file, RemoteFile) else file.stat().st_size
+    return store_client(file.url).size(file.url) if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def read_range(file: File, start: int, stop: int) -> bytes:
     """Reads bytes `start` to `stop`; from a store, with one request of that range."""
     if isinstance(file, RemoteFile):
-        return client(file.url).cat_file(file.url, start=start, end=stop)
+        return store_client(file.url).cat_file(file.url, start=start, end=stop)
     with file.open("rb") as opened:
         opened.seek(start)
         return opened.read(stop - start)
@@ -129,7 +116,7 @@ def local_copy(file: File) -> Path:
     """Returns a local file unchanged; copies one of a store into the cache directory, unless this version is there."""
     if isinstance(file, Path):
         return file
-    store = client(file.url)
+    store = store_client(file.url)
     version = hashlib.blake2b(f"{file.url} {store.ukey(file.url)}".encode(), digest_size=16).hexdigest()
     copy = cache_directory() / "data" / f"{version}{file.suffix}"
     if not copy.exists():

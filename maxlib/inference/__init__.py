@@ -5,10 +5,6 @@ from typing import TYPE_CHECKING
 from maxlib._lazy import lazy
 
 if TYPE_CHECKING:
-    from maxlib.inference._bits_per_byte import BitsPerByte as BitsPerByte
-    from maxlib.inference._bits_per_byte import Cloze as Cloze
-    from maxlib.inference._bits_per_byte import rolling_windows as rolling_windows
-    from maxlib.inference._bits_per_byte import score_documents as score_documents
     from maxlib.inference._chat import Chat as Chat
     from maxlib.inference._chat import stop_tokens as stop_tokens
     from maxlib.inference._continuous import LocalEngine as LocalEngine
@@ -25,6 +21,10 @@ if TYPE_CHECKING:
     from maxlib.inference._requests import Request as Request
     from maxlib.inference._sampling import GREEDY as GREEDY
     from maxlib.inference._sampling import Sampler as Sampler
+    from maxlib.inference._scoring import BitsPerByte as BitsPerByte
+    from maxlib.inference._scoring import Cloze as Cloze
+    from maxlib.inference._scoring import rolling_windows as rolling_windows
+    from maxlib.inference._scoring import score_documents as score_documents
     from maxlib.inference._serve import openai_app as openai_app
     from maxlib.inference._serve import serve as serve
     from maxlib.inference._server import ReloadingServerEngine as ReloadingServerEngine

@@ -14,20 +14,22 @@ from jaxtyping import Array, Key
 
 from maxlib import nn
 from maxlib.inference._arguments import Ids, Prompts, StopIds, check_limits, check_prompts, check_stop, integer
-from maxlib.inference._background import Background, Turns
 from maxlib.inference._drafts import check_drafter, check_rewinds, draft_tokens
-from maxlib.inference._engine import Completion
+from maxlib.inference._engine import Background, Completion, Turns
 from maxlib.inference._generate import (
     Audio,
     Generator,
     Images,
     Packed,
+    bucket,
     check_inputs,
     check_length,
     check_prefix,
     max_length,
+    power_of_two,
     prepared,
     right_padded,
+    row_counts,
     shared_capacity,
     without_rows,
 )
@@ -52,7 +54,6 @@ from maxlib.inference._requests import (
     settings_of,
 )
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
-from maxlib.inference._sizes import bucket, power_of_two, row_counts
 from maxlib.inference._slots import (
     Draws,
     Features,

@@ -1,6 +1,10 @@
 """Engines, which sample completions of prompts locally or on a server."""
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -60,3 +64,43 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Returns `num_samples` completions of each prompt; without `key`, every call uses a new key."""
         ...
+
+
+class Turns:
+    """A lock that is fair to those who wait: without the door a thread that steps would get in first again."""
+
+    def __init__(self):
+        self._lock, self._door = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._door:
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+class Background:
+    """A thread that steps an engine until nothing is left."""
+
+    def __init__(self):
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def start(self, engine: Any) -> None:
+        """Starts the thread, unless it runs already."""
+        with self._lock:
+            if self._thread is None:
+                run = functools.partial(contextvars.copy_context().run, self._run, engine)
+                self._thread = threading.Thread(target=run, name="maxlib-engine", daemon=True)
+                self._thread.start()
+
+    def _run(self, engine: Any) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # its requests raise it
+                while engine.step():
+                    pass
+            with self._lock:
+                if engine.is_idle:
+                    self._thread = None
+                    return

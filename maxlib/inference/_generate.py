@@ -18,7 +18,6 @@ from maxlib import nn, sharding
 from maxlib.hardware import current_device
 from maxlib.inference._arguments import Prompts, StopIds, check_prompts, check_stop, integer
 from maxlib.inference._sampling import GREEDY, Keys, Sampler, check_sampler
-from maxlib.inference._sizes import power_of_two
 from maxlib.nn import sites
 from maxlib.ops import Mask
 
@@ -513,9 +512,34 @@ def shared_capacity(needed: int) -> int:
 
     Similar calls then share a program. A model's maximum length is usually such a number, so it is not exceeded.
     """
-    return max(16, 1 << (needed - 1).bit_length()) if needed <= 128 else _round_up(needed, 128)
+    return max(16, power_of_two(needed)) if needed <= 128 else _round_up(needed, 128)
 
 
 def _round_up(n: int, multiple: int) -> int:
     """Rounds `n` up to a multiple."""
     return -(-n // multiple) * multiple
+
+
+_FEWEST_ROWS = 8  # of a step, unless the engine has fewer slots
+
+
+def power_of_two(number: int) -> int:
+    """Rounds a number up to a power of two; 0 stays 0."""
+    return 1 << (number - 1).bit_length() if number else 0
+
+
+def bucket(length: int) -> int:
+    """Rounds a prompt's length up by less than a quarter, or to 16, so that four programs cover each doubling."""
+    return _round_up(length, max(16, power_of_two(length) // 8))
+
+
+def row_counts(slots: int) -> list[int]:
+    """Returns the numbers of rows that a step may have: all slots, and halves of them. On CPUs, where time grows with
+    rows, also three quarters of a large number.
+    """
+    counts = [slots]
+    while counts[-1] >= 2 * _FEWEST_ROWS:
+        count = counts[-1]
+        quarters = [-(-3 * count // 4)] if count >= 8 * _FEWEST_ROWS and current_device()[0] == "cpu" else []
+        counts += [*quarters, -(-count // 2)]
+    return counts

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 from rich.progress import track
 
-from maxlib.inference._bits_per_byte import score_documents
 from maxlib.inference._chat import read_model, stop_tokens
 from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._generate import Generator
 from maxlib.inference._requests import Request
 from maxlib.inference._sampling import GREEDY, Sampler
-from maxlib.inference._scoring import Score, score
+from maxlib.inference._scoring import Score, evaluation_callback, score, score_documents
 from maxlib.tokenization import ChatTemplate, load_tokenizer, special_tokens
 from maxlib.weights import model_directory
 
@@ -146,14 +145,7 @@ class Harness(_TemplateLM):
             tasks: As for `evaluate`.
             options: Arguments of `evaluate`.
         """
-
-        def run(trainer: Any) -> None:
-            with trainer.sharded():
-                self.update(trainer.state.trainable)
-                metrics = self.evaluate(tasks, **options)
-            trainer.writers.write(trainer.step, {f"eval/{name}": value for name, value in metrics.items()})
-
-        return run
+        return evaluation_callback(self, lambda harness: harness.evaluate(tasks, **options))
 
     def update(self, weights: Any) -> None:
         """Replaces weights as `Generator.update` does; compiled programs stay in use."""

@@ -15,8 +15,8 @@ from jaxtyping import Float
 
 from maxlib.inference._drafts import NGrams
 from maxlib.inference._engine import Completion, FinishReason
+from maxlib.inference._generate import power_of_two
 from maxlib.inference._sampling import GREEDY, Sampler
-from maxlib.inference._sizes import power_of_two
 from maxlib.inference._slots import Features, Settings
 from maxlib.inference._text import StopTexts
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from maxlib._utils.json_types import JSON_TYPES
+from maxlib._utils.files import JSON_TYPES
 
 ToolFormat = Literal["hermes", "llama3", "deepseek", "gpt-oss"]
 Tools = Sequence[Mapping[str, Any]]

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from maxlib.observability._profile import memory_use as memory_use
     from maxlib.observability._profile import profile_summary as profile_summary
     from maxlib.observability._profile import top_ops as top_ops
-    from maxlib.observability._prometheus import Prometheus as Prometheus
     from maxlib.observability._report import Samples as Samples
     from maxlib.observability._report import add_sample as add_sample
     from maxlib.observability._report import report as report
     from maxlib.observability._report import write_config as write_config
     from maxlib.observability._trackers import MLflow as MLflow
+    from maxlib.observability._trackers import Prometheus as Prometheus
     from maxlib.observability._trackers import TensorBoard as TensorBoard
     from maxlib.observability._trackers import Trackio as Trackio
     from maxlib.observability._trackers import WandB as WandB

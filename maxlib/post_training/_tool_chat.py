@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from maxlib._utils.json_types import JSON_TYPES
+from maxlib._utils.files import JSON_TYPES
 from maxlib.inference import parse_tool_calls, tool_call_format
 from maxlib.post_training._pools import Prompt
 from maxlib.tokenization import ChatTemplate

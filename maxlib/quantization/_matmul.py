@@ -1,4 +1,9 @@
-"""Matmuls of operands that are rounded to fewer bits, and their gradients."""
+"""Matmuls of operands that are rounded to fewer bits, and their gradients.
+
+For quantization-aware training, weights are rounded to the values that `for_inference` would store, and multiplied in
+full precision, so training sees the model that will run. The gradient is straight-through (Bengio et al. 2013,
+arXiv:1308.3432).
+"""
 
 import dataclasses
 import functools
@@ -12,8 +17,9 @@ from jaxtyping import Array, Float, Int
 from maxlib import nn, ops
 from maxlib._utils.varying import vary_alike
 from maxlib.kernels.grouped_matmul.rows import only_used, owners
-from maxlib.quantization import _blocks, _emulated
-from maxlib.quantization._formats import Format
+from maxlib.quantization import _blocks
+from maxlib.quantization._blocks import NVFP4, quantize, rounded
+from maxlib.quantization._formats import FOUR_BIT_FLOATS, Format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Quantized:
     """Matmul (`nn.matmul.Matmul`) that rounds weights and activations, with a scale per row and per output.
 
     With `format.block`, blocks of both have scales instead (`_blocks`).
-    Formats of four bits are emulated (`_emulated`).
+    Formats of four bits are emulated: operands are rounded and multiplied in full precision.
 
     The gradient is that of the exact product (straight-through). With `format.gradients` the products of the backward
     pass are rounded in the same way, with a scale for each index that is in the result.
@@ -39,7 +45,7 @@ class Quantized:
             return nn.matmul.rounding_einsum(spec, x, w, self.format.activations)
         spec = ops.spelled_out(spec, x.ndim)
         if self.format.is_emulated:
-            return nn.matmul.PlainMatmul().einsum(spec, *_emulated.operands(spec, x, w[...], self.format))
+            return nn.matmul.PlainMatmul().einsum(spec, *_emulated_operands(spec, x, w[...], self.format))
         return _einsum(x, jnp.asarray(w[...], x.dtype), spec, self.format)
 
     def grouped(
@@ -53,7 +59,7 @@ class Quantized:
         if isinstance(w, nn.quantized.QuantizedWeight):
             return _grouped_product(rows, w.quantized(), rows_per_expert, weight_order, self.format.activations, None)
         if self.format.is_emulated:
-            rows, w = _emulated.operands(f"MI,{weight_order}->MEO", rows, w[...], self.format)
+            rows, w = _emulated_operands(f"MI,{weight_order}->MEO", rows, w[...], self.format)
             return nn.matmul.PlainMatmul().grouped(rows, w, rows_per_expert, weight_order)
         w = jnp.asarray(w[...], rows.dtype)
         return _grouped(*vary_alike((rows, w, rows_per_expert)), weight_order, self.format)
@@ -160,3 +166,69 @@ def _rounded(x, kind: str | None, letters: str, kept: str) -> Any:
         return x
     remaining = [d for d, letter in enumerate(letters) if letter in kept]
     return qwix.quantize(x.astype(jnp.float32), jnp.dtype(kind), channelwise_axes=remaining)
+
+
+_E2M1_MAX, _E2M1_EXPONENT = 6.0, 2
+
+
+def _emulated_operands(
+    spec: str, x: Float[Array, "..."], w: Float[Array, "..."], format: Format
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Returns both operands of an einsum, rounded.
+
+    Args:
+        spec: The einsum, with a letter for each dimension.
+        x: Activations, which get a scale for each index that is in the result.
+        w: The weight.
+        format: Their formats.
+    """
+    of_x, of_w, of_y = spec.replace("->", ",").split(",")
+    outputs = [d for d, letter in enumerate(of_w) if letter in of_y]
+    w = _straight_through(w, _stored_values(w, outputs, format))
+    if format.activations is not None:
+        rows = [d for d, letter in enumerate(of_x) if letter in of_y]
+        kind = jnp.dtype(format.activations)
+        low = qwix.dequantize(qwix.quantize(x.astype(jnp.float32), kind, channelwise_axes=rows))
+        x = _straight_through(x, low)
+    return x, w
+
+
+def _straight_through(exact: Array, low: Array) -> Array:
+    """Returns `low`, with the gradient of `exact`."""
+    return jax.lax.stop_gradient(low.astype(exact.dtype)) + (exact - jax.lax.stop_gradient(exact))
+
+
+def _stored_values(w: Array, outputs: list[int], format: Format) -> Array:
+    w = jax.lax.stop_gradient(w)
+    if format.weights in FOUR_BIT_FLOATS:
+        return four_bit_floats(w, format.weights)
+    return nn.quantized.QuantizedWeight(
+        w,
+        qtype=format.weights,
+        outputs=outputs,
+        group=format.group,
+        axes=("",) * w.ndim,
+        symmetric=format.symmetric,
+    )[...]
+
+
+def four_bit_floats(w: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
+    """Rounds to E2M1 numbers with a scale for each group of the last dimension.
+
+    NVFP4 has E4M3 scales of 16 numbers and a float32 scale of all; MXFP4 powers of two of 32 numbers (OCP Microscaling
+    1.0).
+
+    Args:
+        w: The numbers.
+        kind: "nvfp4" or "mxfp4".
+    """
+    group = FOUR_BIT_FLOATS[kind]
+    if kind == NVFP4:
+        return quantize(w, kind, (1,) * (w.ndim - 1) + (group,)).restored(jnp.float32)
+    # [..., I] -> [..., G, g]
+    groups = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, group)
+    largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
+    exponent = jnp.frexp(largest)[1] - 1 - _E2M1_EXPONENT  # of the largest power of two in the group
+    scale = jnp.ldexp(jnp.ones_like(largest), jnp.maximum(exponent, -126))
+    numbers = jnp.clip(groups / scale, -_E2M1_MAX, _E2M1_MAX)
+    return (rounded(numbers, "float4_e2m1fn") * scale).reshape(w.shape)

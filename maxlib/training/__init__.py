@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from maxlib.training._diffusion import MaskedDiffusion as MaskedDiffusion
     from maxlib.training._evaluation import Evaluation as Evaluation
     from maxlib.training._evaluation import evaluate as evaluate
-    from maxlib.training._export import Export as Export
-    from maxlib.training._export import HuggingFaceExport as HuggingFaceExport
-    from maxlib.training._export import ParameterExport as ParameterExport
     from maxlib.training._moments import bfloat16_moments as bfloat16_moments
     from maxlib.training._moments import eight_bit_moments as eight_bit_moments
     from maxlib.training._mup import mup_init as mup_init
@@ -38,6 +35,9 @@ if TYPE_CHECKING:
     from maxlib.training._prefetch import Prefetch as Prefetch
     from maxlib.training._prefetch import StatefulLoader as StatefulLoader
     from maxlib.training._prefetch import follow_layout as follow_layout
+    from maxlib.training._saving import Export as Export
+    from maxlib.training._saving import HuggingFaceExport as HuggingFaceExport
+    from maxlib.training._saving import ParameterExport as ParameterExport
     from maxlib.training._schedules import Ramp as Ramp
     from maxlib.training._schedules import by_tokens as by_tokens
     from maxlib.training._schedules import warmup_cosine as warmup_cosine

@@ -14,10 +14,9 @@ import numpy as np
 import optax
 
 from maxlib import nn, sharding
+from maxlib.training._matrix_optimizers import Dimensions, Normalize, scale_by_dion, scale_by_muon, scale_by_soap
 from maxlib.training._moments import bfloat16_moments, eight_bit_moments, in_float32
-from maxlib.training._muon import Dimensions, Normalize, scale_by_dion, scale_by_muon
 from maxlib.training._offload import offload_by_layer
-from maxlib.training._soap import scale_by_soap
 
 Mask = Callable[[dict[str, Any]], dict[str, bool]]
 # Names of parameters that never decay, like those that end in "_bias". `magnitude` is DoRA's.

@@ -11,8 +11,7 @@ import jax
 import optax
 
 from maxlib import nn, sharding
-from maxlib._utils.compilation_cache import enable_compilation_cache
-from maxlib._utils.garbage import collection_paused
+from maxlib._utils.process import collection_paused, enable_compilation_cache
 from maxlib.checkpoint import Checkpointer, Tiers
 from maxlib.distributed import Interrupted, StopRequest, hard_timeout, stop_on_signal
 from maxlib.observability import (
@@ -28,12 +27,11 @@ from maxlib.observability import (
 )
 from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._evaluation import Evaluation, by_prefix, evaluate, target_reached
-from maxlib.training._export import Export
 from maxlib.training._gradients import bind_options, parameters_outside
 from maxlib.training._placement import copy_model, host_rows, shard_batch
 from maxlib.training._prefetch import StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
-from maxlib.training._saving import SaveManager
+from maxlib.training._saving import Export, SaveManager
 from maxlib.training._state import TrainState, abstract_state, is_builder, make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
 from maxlib.training.diloco import DiLoCo

@@ -17,18 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from maxlib._utils.files import cache_directory
+from maxlib._utils import files as _files
 from maxlib.weights.files import FOLDERS, INDEX, OWN_FILES, read_index
 
-EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of maxlib that has the scheme's client
 # Files without which a directory is not read: written last and removed first.
 LAST = ("config.json", "adapter_config.json")
-_URL = re.compile(r"(s3|gs)://([A-Za-z0-9][\w.-]*)/(.+?)/*")
+_URL = re.compile(r"(?:s3|gs)://([A-Za-z0-9][\w.-]*)/(.+?)/*")
 
 
 def is_bucket(directory: Any) -> bool:
     """Returns whether a directory is in an object store: its name begins with `s3://` or `gs://`."""
-    return str(directory).startswith(tuple(f"{scheme}://" for scheme in EXTRAS))
+    return str(directory).startswith(("s3://", "gs://"))
 
 
 def local(directory: str | Path) -> Path:
@@ -55,7 +54,7 @@ def local(directory: str | Path) -> Path:
         raise FileNotFoundError(f"{store.url} has no files of a model.")
     # Each version of the directory has its own copy.
     key = hashlib.blake2b(json.dumps([store.url, sorted(listed.items())]).encode(), digest_size=16).hexdigest()
-    home = cache_directory() / "buckets" / key
+    home = _files.cache_directory() / "buckets" / key
     with _locked(home):  # only one process per host copies
         if not home.exists():
             part = Path(tempfile.mkdtemp(dir=home.parent, prefix=".part-"))
@@ -132,9 +131,9 @@ class _Store:
         if (match := _URL.fullmatch(url)) is None:
             # Do not print the URL: it may contain a password.
             raise ValueError("a directory in a bucket must be named s3://bucket/path or gs://bucket/path, without more")
-        scheme, bucket, path = match.groups()
+        bucket, path = match.groups()
         self.url, self.root = url, f"{bucket}/{path}"
-        self._fs = _client(scheme)
+        self._fs = _files.store_client(url)
 
     def files(self) -> dict[str, str]:
         """Returns the versions of the files in the directory, by name."""
@@ -177,17 +176,6 @@ class _Store:
             return []
         named = [(PurePosixPath(str(entry["name"])), entry) for entry in entries]
         return [(path.name, entry) for path, entry in named if str(path.parent) == self.root]
-
-
-def _client(scheme: str) -> Any:
-    try:
-        import fsspec
-
-        return fsspec.filesystem(scheme)
-    except ImportError as error:
-        raise ImportError(
-            f"{scheme}:// needs the client of its store: pip install 'maxlib[{EXTRAS[scheme]}]'"
-        ) from error
 
 
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")

@@ -388,18 +388,21 @@ def test_what_does_not_fit_a_row_is_an_error_or_dropped(tokenizer, processor):
         data.pad(documents, length=512)[first]
 
 
-@pytest.mark.full
-def test_a_batch_has_the_loss_and_the_gradient_of_its_chats(tokenizer, processor):
-    """Packed rows with images, and rows of padding, against every chat by itself."""
+def tiny_config(processor) -> qwen3_vl.Config:
     vision = qwen3_vl.Vision(
         dim=16, mlp_dim=16, num_layers=1, num_heads=2, patch_size=4, frames=1, num_positions=16,
         image_token=processor.image_token, video_token=277, start_token=278, end_token=279,
     )  # fmt: skip
-    cfg = qwen3_vl.Config(
+    return qwen3_vl.Config(
         vocab=280, num_layers=1, dim=32, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
         rope=qwen3_vl.Rope(16, 10_000.0, max_length=64), sections=(4, 2, 2), vision=vision,
     )  # fmt: skip
-    model = qwen3_vl.Qwen3VL(cfg, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.full
+def test_a_batch_has_the_loss_and_the_gradient_of_its_chats(tokenizer, processor):
+    """Packed rows with images, and rows of padding, against every chat by itself."""
+    model = qwen3_vl.Qwen3VL(tiny_config(processor), rngs=nnx.Rngs(0))
     params, rest = nn.partition(model)
 
     @jax.jit

@@ -117,7 +117,7 @@ def test_what_is_missing_is_named(memory, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     fsspec.registry._registry.pop("s3", None) if hasattr(fsspec.registry, "_registry") else None
     with pytest.raises(ImportError, match=r'pip install "maxlib\[s3\]"'):
-        _storage.client("s3://bucket/file")
+        _storage.as_file("s3://bucket/file").read_bytes()
 
 
 def test_a_bad_byte_in_a_bucket_is_named(memory):

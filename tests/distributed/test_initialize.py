@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from maxlib.distributed import _initialize as distributed
-from maxlib.distributed._rendezvous import rendezvous
+from maxlib.distributed._initialize import rendezvous
 
 JOB_SET = {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "worker", "JOB_COMPLETION_INDEX": "3", "NNODES": "4"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[05-06]", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import mmap
 import os
-import pkgutil
 import random
 import re
 import resource
@@ -30,38 +29,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests import fuzz
 from tests.fuzz.mutate import mutate
+from tests.fuzz.targets import TARGETS, Target
 
 SECONDS, HANGS, GIB = 5.0, 60.0, 1 << 30
 _CHILD = 120.0  # seconds after which a child is replaced, so that what its libraries keep does not add up
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A reader of files.
-
-    make: writes whole ones into a directory. read: reads them. errors: what it may raise. kinds: how each is damaged
-    (`mutate`), those that are not named stay whole. names_file: its messages name the file. alone: one of the files is
-    read at a time, under the last part of its name. gib: address space that may be added. needs: a package without
-    which there is no target.
-    """
-
-    make: Callable[[Path], None]
-    read: Callable[[Path], Any]
-    kinds: dict[str, str]
-    errors: tuple[type[BaseException], ...] = (ValueError, FileNotFoundError)
-    names_file: bool = True
-    alone: bool = False
-    gib: float = 1.0
-    needs: str = "json"
-
-
 def targets() -> dict[str, Target]:
-    names = sorted(m.name for m in pkgutil.iter_modules(fuzz.__path__) if m.name.startswith("read_"))
-    modules = {name.removeprefix("read_"): importlib.import_module(f"tests.fuzz.{name}").TARGET for name in names}
-    return {name: target for name, target in modules.items() if importlib.util.find_spec(target.needs)}
+    return {name: target for name, target in TARGETS.items() if importlib.util.find_spec(target.needs)}
 
 
 class Slow(BaseException):

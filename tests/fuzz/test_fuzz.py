@@ -14,15 +14,7 @@ from maxlib.inference import stop_tokens
 from maxlib.quantization import _files as quantized
 from maxlib.tokenization import ChatTemplate, load_tokenizer
 from maxlib.weights import _family, files
-from tests.fuzz import (
-    read_array_record,
-    read_config,
-    read_quantized,
-    read_report,
-    read_tokenizer,
-    read_tokens_manifest,
-    run,
-)
+from tests.fuzz import run, targets
 from tests.fuzz.mutate import SNIPPETS
 
 QUICK = {"adapters": 15, "chat_template": 20, "report": 3, "array_record": 20, "plan": 40}
@@ -74,7 +66,7 @@ def test_a_template_does_no_harm(snippet):
 
 @pytest.mark.parametrize("types", [[["a"]], [{}], 10**400, ["full_attention"] * 3])
 def test_layer_types_that_are_none(types, tmp_path):
-    config = next(c for name, c in read_config.presets().items() if "layer_types" in c)
+    config = next(c for name, c in targets.presets().items() if "layer_types" in c)
     (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": types}))
     with pytest.raises(ValueError, match=r"config\.json"):
         _family.read_model(tmp_path)
@@ -109,17 +101,17 @@ def test_lines_that_json_cannot_hold(line, tmp_path):
     ],
 )
 def test_a_damaged_line_of_a_run_is_left_out(file, line, tmp_path):
-    read_report.make(tmp_path)
+    targets.make_report(tmp_path)
     before = str(observability.goodput(tmp_path)), observability.read_jsonl(tmp_path / "metrics.jsonl")
     path = tmp_path / file
     path.write_bytes(line if file == "config.json" else path.read_bytes() + line + b"\n")
-    read_report.read(tmp_path)
+    targets.read_report(tmp_path)
     after = str(observability.goodput(tmp_path)), observability.read_jsonl(tmp_path / "metrics.jsonl")
     assert after[0] == before[0] and after[1][: len(before[1])] == before[1]
 
 
 def test_images_in_layers_without_number(tmp_path):
-    config = next(c for name, c in read_config.presets().items() if name.startswith("qwen3_vl"))
+    config = next(c for name, c in targets.presets().items() if name.startswith("qwen3_vl"))
     vision = config["vision_config"] | {"depth": 10**9, "deepstack_visual_indexes": [10**9]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
     with pytest.raises(ValueError, match=r"config\.json.*deepstack"):  # and not after counting to 10^9
@@ -128,7 +120,7 @@ def test_images_in_layers_without_number(tmp_path):
 
 @pytest.mark.parametrize("field", [{"num_hidden_layers": 1 << 70}, {"no_rope_layer_interval": 0}])
 def test_sizes_that_no_model_has(field, tmp_path):
-    config = read_config.presets()["llama4-llama4-17b-16e/config.json"]
+    config = targets.presets()["llama4-llama4-17b-16e/config.json"]
     text = {
         name: value for name, value in config["text_config"].items() if name not in ("no_rope_layers", "layer_types")
     }
@@ -163,7 +155,7 @@ def test_a_tokenizer_that_is_none(text, tmp_path):
 
 
 def test_a_tokenizer_that_cannot_encode(tmp_path):
-    words = json.loads(read_tokenizer.files()["wordpiece/tokenizer.json"])
+    words = json.loads(targets.tokenizers()["wordpiece/tokenizer.json"])
     del words["model"]["vocab"]["[UNK]"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer that can be used \(.*UNK"):
@@ -189,7 +181,7 @@ def test_ends_of_texts_that_are_none(text, tmp_path):
     "change", [{"name": ".."}, {"name": ""}, {"name": "../x"}, {"name": "a\0"}, {"documents": 5}, {"bytes": "x"}]
 )
 def test_a_manifest_of_tokens_that_is_none(change, tmp_path):
-    read_tokens_manifest.make(tmp_path)
+    targets.make_tokens_manifest(tmp_path)
     path = tmp_path / "manifest.json"
     manifest = json.loads(path.read_text())
     for text in (json.dumps(manifest | {"files": [manifest["files"][0] | change]}), "{}", "[" * 9000):
@@ -200,18 +192,18 @@ def test_a_manifest_of_tokens_that_is_none(change, tmp_path):
 
 @pytest.mark.parametrize("name", ["a.array_record", "tokens-00000.array_record"])
 def test_a_damaged_array_record_is_named(name, tmp_path):
-    read_array_record.make(tmp_path)
+    targets.make_array_record(tmp_path)
     path, num_named = tmp_path / name, 0
     content = path.read_bytes()
     for at in (*range(0, 500, 9), *range(-120, 0, 9)):  # records lie in the first bytes, their index in the last
         at %= len(content)
         path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
         with contextlib.suppress(ValueError):
-            read_array_record.read(tmp_path)
+            targets.read_array_record(tmp_path)
             continue
         num_named += 1
         with pytest.raises(ValueError, match=str(tmp_path)):
-            read_array_record.read(tmp_path)
+            targets.read_array_record(tmp_path)
     assert num_named > 0
 
 
@@ -247,7 +239,7 @@ def test_a_damaged_parquet_file_is_named(at, tmp_path):
     ],
 )
 def test_formats_of_weights_that_are_none(change, tmp_path):
-    read_quantized.make(tmp_path)
+    targets.make_quantized(tmp_path)
     path = tmp_path / quantized.MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=r"quantization\.json"):

@@ -10,7 +10,7 @@ from maxlib import inference, nn, sharding
 from maxlib.inference import Generator, LocalEngine, Sampler
 from maxlib.inference import _continuous as continuous
 from maxlib.inference import _slots as programs
-from maxlib.inference._sizes import row_counts
+from maxlib.inference._generate import row_counts
 from maxlib.models import gpt2
 from tests.nn.tiny import filled, filled_llama
 

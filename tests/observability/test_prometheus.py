@@ -65,7 +65,7 @@ def test_a_run_without_metrics_becomes_unhealthy(writer, monkeypatch):
     assert get(writer, "/healthz")[0] == 200  # also before the first step
     writer.write(7, {"loss": 1.0})
     later = writer._alive + 61
-    monkeypatch.setattr("maxlib.observability._prometheus.time.monotonic", lambda: later)
+    monkeypatch.setattr("maxlib.observability._trackers.time.monotonic", lambda: later)
     status, body = get(writer, "/healthz")
     assert (status, json.loads(body)) == (503, {"healthy": False, "step": 7, "seconds_without_metrics": 61.0})
     writer.write(8, {"loss": 1.0})

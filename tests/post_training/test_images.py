@@ -14,7 +14,7 @@ from maxlib.models import qwen3_vl
 from maxlib.tokenization import ChatTemplate
 from maxlib.training._batch_checks import check_first_batch
 from maxlib.training._step import make_gradient
-from tests.data.test_images import SIZES, TEMPLATE, processor, rgb, tokenizer  # noqa: F401
+from tests.data.test_images import SIZES, TEMPLATE, processor, rgb, tiny_config, tokenizer  # noqa: F401
 from tests.nn.tiny import filled
 
 LENGTH, PATCHES = 32, 40
@@ -87,15 +87,7 @@ def test_labelled_answers_have_images_too(tokenizer, processor):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def model(processor):  # noqa: F811
-    vision = qwen3_vl.Vision(
-        dim=16, mlp_dim=16, num_layers=1, num_heads=2, patch_size=4, frames=1, num_positions=16,
-        image_token=processor.image_token, video_token=277, start_token=278, end_token=279,
-    )  # fmt: skip
-    cfg = qwen3_vl.Config(
-        vocab=280, num_layers=1, dim=32, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
-        rope=qwen3_vl.Rope(16, 10_000.0, max_length=64), sections=(4, 2, 2), vision=vision,
-    )  # fmt: skip
-    return filled(lambda: qwen3_vl.Qwen3VL(cfg, rngs=nnx.Rngs(0)))
+    return filled(lambda: qwen3_vl.Qwen3VL(tiny_config(processor), rngs=nnx.Rngs(0)))
 
 
 @jax.jit

@@ -8,7 +8,7 @@ import pytest
 
 from maxlib import nn, training
 from maxlib import quantization as quant
-from maxlib.quantization._emulated import four_bit_floats
+from maxlib.quantization._matmul import four_bit_floats
 from tests.quantization.tiny import model, shapes
 from tests.training import tiny
 

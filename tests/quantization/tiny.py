@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxlib import nn, ops, quantization, training
 from tests.nn.tiny import filled, filled_llama
-from tests.training.tiny import VOCAB
+from tests.training.tiny import VOCAB, Bigram
 
 loss = functools.partial(training.NextToken(), dtype=jnp.float32, remat="full")
 
@@ -27,25 +27,13 @@ class Layer(nnx.Module):
         return x + y, cache, aux
 
 
-class Experts(nnx.Module):
+class Experts(Bigram):
     """A mixture of experts, with or without attention."""
-
-    softcap = None
 
     def __init__(self, attends: bool = False, *, rngs: nnx.Rngs):
         self.embed = nn.Embed(VOCAB, 32, rngs=rngs)
         self.layers = nn.Stack(lambda _, rngs: Layer(attends, rngs=rngs), 2, rngs=rngs)
         self.head = nn.Embed(VOCAB, 32, rngs=rngs)
-
-    def __call__(self, tokens, *, positions=None, segment_ids=None, valid=None, cache=None, dtype=None, remat=None):
-        x, _, aux = self.layers(self.embed(tokens, dtype=dtype), remat=remat)
-        return nn.Output(x, None, aux)
-
-    def head_weight(self):
-        return self.head.w[...]
-
-    def logits(self, hidden):
-        return self.head.logits(hidden)
 
 
 @functools.cache

@@ -15,8 +15,8 @@ def bucket(tmp_path, monkeypatch):
     there = tmp_path / "there"
     there.mkdir()
     files = DirFileSystem(str(there), LocalFileSystem(auto_mkdir=True))
-    monkeypatch.setattr(buckets, "_client", lambda scheme: files)
-    monkeypatch.setattr(buckets, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr("maxlib._utils.files.store_client", lambda url: files)
+    monkeypatch.setenv("MAXLIB_CACHE", str(tmp_path / "cache"))
     (there / "bucket").mkdir()
     return there / "bucket"
 
