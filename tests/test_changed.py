@@ -28,6 +28,15 @@ def test_a_change_to_one_family_touches_its_tests_and_to_attention_all():
     assert touched(families, {ROOT / "CHANGELOG.md"}) == []
 
 
+def test_a_row_of_the_table_of_families_is_touched_as_a_file_is():
+    rows = [test for test in with_full_tests() if test.name.startswith("test_families.py")]
+    granite = ROOT / "tests/models/test_families.py::TestGranite"
+    assert directly(rows, {MODELS / "granite.py"}) == touched(rows, {MODELS / "granite.py"}) == [granite]
+    assert touched(rows, {ROOT / "tests/models/conformance.py"}) == rows
+    functions = [f"{test.relative_to(ROOT)}::test_it" for test in rows]
+    assert in_turn(functions, [[granite]], 0) == ["tests/models/test_families.py::TestGranite::test_it"]
+
+
 def test_what_is_touched_comes_first_and_every_test_has_its_turn():
     files = [family("llama"), family("mistral"), family("gemma")]
     functions = [f"{file.relative_to(ROOT)}::test_{i}" for file in files for i in range(2)]
