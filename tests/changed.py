@@ -8,12 +8,14 @@ test is touched by the files that it uses, directly or through others; a facade 
 import argparse
 import ast
 import functools
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FULL = "full or slow"
@@ -41,7 +43,24 @@ def bindings(path: Path) -> dict[str, str]:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(Path(str(path).partition("::")[0]).read_text())
+
+
+@functools.cache
+def rows() -> dict[str, dict[str, Any]]:
+    """The table of families by the names of their classes of tests, which `test_families.py` makes."""
+    return json.loads((ROOT / "tests" / "models" / "families.json").read_text())
+
+
+def parts(test: Path) -> list[Path]:
+    """A file of tests; of that of many families, its classes, as `test_families.py::TestArcee`."""
+    return [test.with_name(f"{test.name}::{name}") for name in rows()] if test.name == "test_families.py" else [test]
+
+
+def subject(test: Path) -> str:
+    """What a test is named for."""
+    _, _, row = test.name.partition("::")
+    return rows()[row]["family"] if row else test.stem.removeprefix("test_").removesuffix("_images")
 
 
 def named(path: Path) -> Iterator[str]:
@@ -87,7 +106,7 @@ def uses(path: Path) -> frozenset[Path]:
 
 def closure(path: Path) -> set[Path]:
     """Returns a file and its dependencies, direct and indirect."""
-    seen, left = set(), [path, *by_name(path)]
+    seen, left = set(), [path, *uses(path), *by_name(path)]
     while left:
         file = left.pop()
         if file not in seen:
@@ -105,14 +124,16 @@ def by_name(test: Path) -> list[Path]:
         return sorted((ROOT / "examples" / "interop").glob("*.*"))
     if test.name == "test_examples.py":
         return sorted((ROOT / "examples").glob("*.*"))
-    family = test.stem.removeprefix("test_").removesuffix("_images")
-    files = [ROOT / "maxlib" / "models" / f"{family}.py", ROOT / "tests" / "models" / "golden" / f"{family}.npz"]
+    files = [ROOT / f"maxlib/models/{subject(test)}.py", ROOT / f"tests/models/golden/{subject(test)}.npz"]
+    if "::" in test.name:
+        files += [ROOT / "tests/models/families.json", ROOT / "tests/models/test_families.py"]
     return [path for path in files if test.parent.name == "models" and path.exists()]
 
 
 def with_full_tests() -> list[Path]:
     marked = re.compile(r"mark\.(full|slow)|Conformance\b")
-    return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
+    return [part for path in files for part in parts(path)]
 
 
 def touched(tests: Iterable[Path], changed: set[Path]) -> list[Path]:
@@ -155,7 +176,7 @@ def in_turn(functions: Iterable[str], groups: Iterable[Iterable[Path]], commit: 
     order: dict[str, None] = {}
     for group in groups:
         names = {str(path.relative_to(ROOT)) for path in group}
-        members = [function for function in functions if function.partition("::")[0] in names]
+        members = [name for name in functions if {name.partition("::")[0], name.rpartition("::")[0]} & names]
         start = commit % max(1, len(members))
         order |= dict.fromkeys(members[start:] + members[:start])
     return list(order)

@@ -102,9 +102,10 @@ def mutants(path: Path) -> Iterator[Mutant]:
 def mirror(path: Path) -> list[Path]:
     """The tests of a file, in its room: those of its name first, then those that use it; all if there are none."""
     room = ROOT / "tests" / path.relative_to(ROOT / "maxlib").parts[0]
-    tests, words = sorted(room.rglob("test_*.py")), {path.stem.strip("_"), path.parent.name.strip("_")}
+    tests = [part for test in sorted(room.rglob("test_*.py")) for part in changed.parts(test)]
+    words = {path.stem.strip("_"), path.parent.name.strip("_")}
     singular = {word.removesuffix("s") for word in words}
-    named_alike = [test for test in tests if test.stem.removeprefix("test_").removesuffix("s") in singular]
+    named_alike = [test for test in tests if changed.subject(test).removesuffix("s") in singular]
     using = [test for test in tests if test not in named_alike and path in changed.uses(test)]
     return [*named_alike, *using] or tests
 
@@ -113,7 +114,7 @@ def ran_by(mutant: Mutant, contexts: Contexts) -> list[str]:
     """The tests that run a mutant's line, those of its file first, then the others of its room."""
     mirrored = [str(test.relative_to(ROOT)) for test in mirror(mutant.path)]
     room = f"tests/{mutant.path.relative_to(ROOT / 'maxlib').parts[0]}/"
-    rank = lambda test: (test.partition("::")[0] not in mirrored, not test.startswith(room), test)
+    rank = lambda test: (not test.startswith(tuple(mirrored)), not test.startswith(room), test)
     lines = statement(mutant.path, mutant.line)
     tests = {test for line in lines for test in contexts.get((mutant.path, line), ())}
     more = families_of(mutant.path) if CONFORMANCE in tests else []
@@ -123,8 +124,9 @@ def ran_by(mutant: Mutant, contexts: Contexts) -> list[str]:
 def families_of(path: Path) -> list[str]:
     """The tests of some families that use a file: coverage knows inherited tests by their class's file only."""
     models = [model for model in sorted((ROOT / "maxlib/models").glob("*.py")) if path in changed.uses(model)]
-    tests = [ROOT / f"tests/models/test_{model.stem}.py" for model in models]
-    return [str(test.relative_to(ROOT)) for test in tests if test.exists()][:MOST_FAMILIES]
+    tests = [test for file in sorted((ROOT / "tests/models").glob("test_*.py")) for test in changed.parts(file)]
+    using = [test for model in models for test in tests if changed.subject(test) == model.stem]
+    return [str(test.relative_to(ROOT)) for test in using][:MOST_FAMILIES]
 
 
 @functools.cache

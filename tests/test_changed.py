@@ -21,11 +21,20 @@ def test_a_family_is_touched_by_what_it_is_made_of():
 
 
 def test_a_change_to_one_family_touches_its_tests_and_to_attention_all():
-    families = [family(name) for name in ("gemma3_images", "llama", "qwen3_moe")]
+    families = [family(name) for name in ("gemma3_images", "llama", "mixtral")]
     assert {*families} <= {*with_full_tests()}
-    assert touched(families, {MODELS / "qwen3_moe.py"}) == [family("qwen3_moe")]
+    assert touched(families, {MODELS / "mixtral.py"}) == [family("mixtral")]
     assert touched(families, {NN / "attention" / "_grouped_query.py"}) == families
     assert touched(families, {ROOT / "CHANGELOG.md"}) == []
+
+
+def test_a_row_of_the_table_of_families_is_touched_as_a_file_is():
+    rows = [test for test in with_full_tests() if test.name.startswith("test_families.py")]
+    granite = ROOT / "tests/models/test_families.py::TestGranite"
+    assert directly(rows, {MODELS / "granite.py"}) == touched(rows, {MODELS / "granite.py"}) == [granite]
+    assert touched(rows, {ROOT / "tests/models/conformance.py"}) == rows
+    functions = [f"{test.relative_to(ROOT)}::test_it" for test in rows]
+    assert in_turn(functions, [[granite]], 0) == ["tests/models/test_families.py::TestGranite::test_it"]
 
 
 def test_what_is_touched_comes_first_and_every_test_has_its_turn():

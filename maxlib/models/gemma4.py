@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
-from maxlib.models import _gemma4_config, _gemma4_conformer, _gemma4_names, _gemma4_towers
+from maxlib.models import _gemma4_audio, _gemma4_config, _gemma4_vision
 from maxlib.models._gemma4_audio import Audio as Audio
 from maxlib.models._gemma4_audio import UnifiedAudio as UnifiedAudio
 from maxlib.models._gemma4_config import GLOBAL, SHARES, TAKES, pattern
@@ -134,8 +134,8 @@ class Gemma4(nn.Decoder):
         self.layers = nn.Stack(lambda kind, rngs: Block(cfg, *kind, rngs=rngs), cfg.kinds, rngs=rngs)
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Embed(cfg.vocab, cfg.dim, rngs=rngs)
-        self.tower = _gemma4_towers.tower(cfg.vision, cfg.dim, rngs=rngs)
-        self.audio_tower = _gemma4_conformer.audio_tower(cfg.audio, cfg.dim, rngs=rngs)
+        self.tower = _gemma4_vision.tower(cfg.vision, cfg.dim, rngs=rngs)
+        self.audio_tower = _gemma4_audio.audio_tower(cfg.audio, cfg.dim, rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         """Returns the scaled vectors of `tokens`."""
@@ -226,4 +226,4 @@ PRESETS = {
 # fmt: on
 
 FIELDS = _gemma4_config.FIELDS
-FAMILY = Family("gemma4", Gemma4, FIELDS, _gemma4_names.table, PRESETS)
+FAMILY = Family("gemma4", Gemma4, FIELDS, _gemma4_config.table, PRESETS)

@@ -8,15 +8,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlib import nn, ops
-from maxlib.models import _glm5_next_files as files
 from maxlib.models import _glm_vision as vision
+from maxlib.models import _sizes as sizes
 from maxlib.models._layers import TextDecoder, hyper_connection, kimi_delta_attention, latent_attention, sigmoid_router
 from maxlib.models._sizes import STREAMS, ExpertSizes, KimiDeltaSizes, LatentSizes, StreamSizes
 from maxlib.models._vision import PatchReader
-from maxlib.weights import Family, Field, Fields, Multimodal, fields
+from maxlib.weights import Computed, Family, Field, Fields, HFConfig, Ignore, Multimodal, Table, Weight, fields, names
 
 Vision = vision.Vision
-LINEAR, INDEXED = files.LINEAR, files.INDEXED
+LINEAR, INDEXED = "linear_attention", "indexed_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Config(ExpertSizes, KimiDeltaSizes, LatentSizes, StreamSizes):
     @property
     def kinds(self) -> list[tuple[str, bool]]:
         """The type of each layer, and whether it has a plain MLP."""
-        return list(zip(self.layer_types or files.usual_types(self.num_layers), self.dense, strict=True))
+        return list(zip(self.layer_types or _usual_types(self.num_layers), self.dense, strict=True))
 
 
 class Block(nn.Layer):
@@ -126,21 +126,56 @@ class GLM5Next(PatchReader, TextDecoder):
         return self.cfg.max_length
 
 
+NESTED = "linear_attn_config"  # where config.json may have the sizes of linear attention
+PREFIX = "model.language_model"  # before names of the text
+
+
+def _usual_types(num_layers: int) -> tuple[str, ...]:
+    """Returns the types of layers of a config.json without them: every fourth is INDEXED."""
+    return tuple(INDEXED if i % 4 == 3 else LINEAR for i in range(num_layers))
+
+
+def _linear(name: str, hf_name: str, nested_name: str, usual: int | float) -> Computed:
+    """Makes the entry for a size of linear attention, which an object of its own may have."""
+
+    def read(hf: HFConfig, c: Any) -> Any:
+        value = hf.take(hf_name, usual, nullable=isinstance(usual, float))
+        return hf.nested(NESTED).take(nested_name, value) if NESTED in hf else value
+
+    return Computed(name, read, lambda value, cfg: {hf_name: value})
+
+
+def _read_types(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
+    types = hf.layer_types(c.num_layers, LINEAR, INDEXED, "full_attention")
+    types = types and tuple(INDEXED if kind == "full_attention" else kind for kind in types)
+    chosen = hf.take("indexer_types", ["full"], kind=list)
+    if {*chosen} != {"full"}:
+        raise ValueError(f"{hf.where('indexer_types')} must be 'full' for all layers, got {chosen}")
+    return None if types == _usual_types(c.num_layers) else types
+
+
+def _write_types(types: tuple[str, ...] | None, cfg: Any) -> dict[str, Any]:
+    return {"layer_types": list(types or _usual_types(cfg.num_layers)), "indexer_types": ["full"] * cfg.num_layers}
+
+
+_LAYER_TYPES = Computed("layer_types", _read_types, _write_types)
+
+
 TEXT = Fields(
     Config,
     [
         *fields.DECODER,
-        files.LAYER_TYPES,
+        _LAYER_TYPES,
         fields.num_dense(absent=3),
         fields.MLP,
         *fields.DEEPSEEK_EXPERTS,
         *fields.MLA,
         fields.NUM_SHARED,
         *fields.GROUPS,
-        files.linear("delta_heads", "linear_num_heads", "num_heads", 64),
-        files.linear("delta_dim", "linear_head_dim", "head_dim", 128),
-        files.linear("conv_width", "linear_conv_kernel_dim", "short_conv_kernel_size", 4),
-        files.linear("lower_bound", "linear_lower_bound", "gate_lower_bound", -5.0),
+        _linear("delta_heads", "linear_num_heads", "num_heads", 64),
+        _linear("delta_dim", "linear_head_dim", "head_dim", 128),
+        _linear("conv_width", "linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+        _linear("lower_bound", "linear_lower_bound", "gate_lower_bound", -5.0),
         Field("index_heads", "index_n_heads"),
         Field("index_dim", "index_head_dim"),
         Field("index_top", "index_topk"),
@@ -171,6 +206,33 @@ FIELDS = Multimodal(
 )
 
 
+def _indexer(hf_name: str, path: str) -> list[Weight]:
+    """Lists the weights of an indexer of pools."""
+    return [
+        Weight(f"{hf_name}.wq_b.weight", f"{path}.q.w", "(N H) R -> N H R"),
+        Weight(f"{hf_name}.wk.weight", f"{path}.k.w"),
+        *names.layer_norm(f"{hf_name}.k_norm", f"{path}.k_norm"),
+        Weight(f"{hf_name}.weights_proj.weight", f"{path}.weight.w"),
+        Weight(f"{hf_name}.index_kpool_compress_ape", f"{path}.place"),
+        Weight(f"{hf_name}.index_kpool_compress_gate", f"{path}.gate.w"),
+    ]
+
+
+def _table(cfg: Any) -> Table:
+    """Maps the tensor names of the release to parameters; prediction modules are further layers, which are skipped."""
+    layer = [
+        *names.NORMS,
+        *sizes.hyper_connection("hc_attn", "attn_streams"),
+        *sizes.hyper_connection("hc_ffn", "mlp_streams"),
+        *sizes.kimi_delta_attention("N -> N"),
+        *names.mla(cfg.q_rank, cfg.nope_dim),
+        *_indexer("self_attn.indexer", "attn.indexer"),
+        *names.MLP,
+        *names.MOE,
+    ]
+    return [*names.decoder_table(layer, model=PREFIX), *vision.table(), Ignore(f"{PREFIX}.layers.{cfg.num_layers}.*")]
+
+
 # fmt: off
 PRESETS = {
     "glm-5.3-flash": Config(
@@ -181,4 +243,4 @@ PRESETS = {
 }
 # fmt: on
 
-FAMILY = Family("glm5_next", GLM5Next, FIELDS, files.table, PRESETS)
+FAMILY = Family("glm5_next", GLM5Next, FIELDS, _table, PRESETS)

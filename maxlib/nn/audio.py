@@ -1,6 +1,6 @@
 """Models that hear: sound as an input of a decoder, and clips of sound as padded frames.
 
-The encoder of a family is next to its model, in `maxlib/models/_gemma4_conformer.py`.
+The encoder of a family is next to its model, in `maxlib/models/_gemma4_audio.py`.
 
 Shapes: R rows of clips, C clips per row, F frames per clip with padding, M numbers in a frame, S vectors per clip with
 padding, B rows of T tokens, D width.

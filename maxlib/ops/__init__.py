@@ -19,9 +19,6 @@ from maxlib.ops._attention.masks import TokenPositions as TokenPositions
 from maxlib.ops._attention.masks import key_intervals as key_intervals
 from maxlib.ops._attention.ring import ring_attention as ring_attention
 from maxlib.ops._attention.table import attention_implementations as attention_implementations
-from maxlib.ops._axes_rope import AxialRope as AxialRope
-from maxlib.ops._axes_rope import GridRope as GridRope
-from maxlib.ops._axes_rope import MRope as MRope
 from maxlib.ops._cost import register_flops as register_flops
 from maxlib.ops._cost import registered_flops as registered_flops
 from maxlib.ops._cross_entropy.api import CrossEntropy as CrossEntropy
@@ -51,6 +48,9 @@ from maxlib.ops._recurrent.delta_rule import explain_gated_delta_rule as explain
 from maxlib.ops._recurrent.delta_rule import gated_delta_rule as gated_delta_rule
 from maxlib.ops._recurrent.ssd import explain_ssd as explain_ssd
 from maxlib.ops._recurrent.ssd import ssd as ssd
+from maxlib.ops._rope import AxialRope as AxialRope
+from maxlib.ops._rope import GridRope as GridRope
+from maxlib.ops._rope import MRope as MRope
 from maxlib.ops._rope import Rope as Rope
 from maxlib.ops._rope import apply_rope as apply_rope
 from maxlib.ops._rope_scaling import DynamicNTKScaling as DynamicNTKScaling

@@ -71,6 +71,8 @@ def with_config_head(family: Any, data: Mapping[str, Any]) -> Any:
     name = next(iter(data.get("architectures") or ()), "")
     if (match := _CLASSIFIER.search(name)) is None:
         return family
+    if match[1] == "Sequence" and hasattr(family.fields.config, "labels"):
+        return family  # an encoder with classes of its own, as BERT's
     labels = len(data.get("id2label") or ()) or data.get("num_labels") or 2  # transformers' default
     return _classifier(family, labels, of_tokens=match[1] == "Token")
 

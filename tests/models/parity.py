@@ -438,11 +438,11 @@ def golden(family: str) -> dict[str, dict[str, Any]]:
 
 
 def transformers_cases(family: str) -> dict[str, tuple[Any, ...]]:
-    """The cases of a family's classes of conformance tests, in all of its files."""
+    """The cases of a family's classes of conformance tests, in the table and in all of its files."""
     cases = {}
-    for part in ("", "_images", "_audio"):
-        if (GOLDEN.parent / f"test_{family}{part}.py").exists():
-            module = importlib.import_module(f"tests.models.test_{family}{part}")
+    for file in ("families", family, f"{family}_images", f"{family}_audio"):
+        if (GOLDEN.parent / f"test_{file}.py").exists():
+            module = importlib.import_module(f"tests.models.test_{file}")
             for name, tests in vars(module).items():
                 if name.startswith("Test") and getattr(tests, "family", None) == family:
                     cases |= tests.transformers_cases()

@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import maxlib
 from maxlib import training
+from maxlib.models import bert
 from tests.models import parity
 from tests.models.conformance import BASE, assert_close
 from tests.models.encoder_decoder import EncoderConformance
@@ -121,6 +123,16 @@ def test_classes_are_those_of_transformers(kind, tmp_path):
         out.logits.detach().numpy(),
         1e-5,
     )
+
+
+def test_classes_are_written_and_read(tmp_path):
+    """By the family's own names, not by those that classifiers of decoders have."""
+    cfg = bert.Config(
+        vocab=9, num_layers=1, dim=8, mlp_dim=8, num_heads=2, num_positions=16, labels=("bad", "fair", "good")
+    )
+    maxlib.save_pretrained(bert.Bert(cfg, rngs=nnx.Rngs(0)), tmp_path)
+    assert "classifier.weight" in load_file(tmp_path / "model.safetensors")
+    assert maxlib.from_pretrained(tmp_path).cfg == cfg
 
 
 def test_files_with_old_names_of_norms_are_read(tmp_path):

@@ -11,7 +11,7 @@ from flax import nnx
 
 import maxlib
 from maxlib import nn, ops
-from maxlib.models import _gemma4_towers as towers
+from maxlib.models import _gemma4_vision as towers
 from maxlib.models import gemma4
 from maxlib.models.gemma4 import GLOBAL, LOCAL
 from maxlib.nn.decoder._context import bidirectional_blocks

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlib import nn, ops
 from maxlib.nn.attention import _joint_attention
-from maxlib.nn.attention._compressor import rotate_last
+from maxlib.nn.attention._compressed import rotate_last
 
 SIZES = {"num_heads": 4, "head_dim": 16, "q_rank": 24, "groups": 2, "group_rank": 20, "window": 6, "rope": ops.Rope(8)}
 INDEX = {"num_heads": 16, "head_dim": 8, "top_k": 3}

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from maxlib import nn
-from maxlib.nn._hyper_connection import sinkhorn
+from maxlib.nn._streams import sinkhorn
 
 N, D = 3, 8
 

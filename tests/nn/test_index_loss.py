@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxlib import nn, ops, sharding, training
 from maxlib.models import deepseek_v32
-from maxlib.nn.attention import _query_chunks
+from maxlib.nn.attention import _indexer
 from maxlib.nn.attention._index_loss import Attended, divergence
 from maxlib.nn.attention._indexer import Chosen, Index
 from maxlib.training._step import make_gradient
@@ -179,7 +179,7 @@ def test_gathered_latents_are_those_under_a_mask():
 
 
 def in_chunks(monkeypatch, numbers: int) -> None:
-    monkeypatch.setitem(_query_chunks.NUMBERS, "cpu", numbers)
+    monkeypatch.setitem(_indexer.NUMBERS, "cpu", numbers)
 
 
 def close(got, want) -> None:

@@ -286,7 +286,7 @@ def mxfp4_directories(tmp_path_factory):
     return path
 
 
-@pytest.mark.full  # by default values are compared with transformers', and logits in tests/models/test_gpt_oss.py
+@pytest.mark.full  # by default values are compared with transformers', and logits in tests/models/test_families.py
 def test_logits_are_those_of_transformers_on_the_same_files(mxfp4_directories):
     """transformers dequantizes by itself where there is no kernel for the format."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

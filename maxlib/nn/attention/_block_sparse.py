@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._grouped_query import Attention, attend, check_no_ring
 from maxlib.nn.attention._index_loss import HIDDEN
-from maxlib.nn.attention._indexer import chosen_mask
-from maxlib.nn.attention._pool_indexer import BlockIndexer
+from maxlib.nn.attention._indexer import BlockIndexer, chosen_mask
 from maxlib.nn.cache import KVCache, SlotCache, put_rows
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.remat import mark_heads

@@ -13,8 +13,18 @@ from jax.scipy.special import xlogy
 from jaxtyping import Array, Float
 
 from maxlib.nn._pytree import pytree, static
-from maxlib.nn.attention._indexer import Chosen, Index, taken
-from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, axes_between, over_queries, summed
+from maxlib.nn.attention._indexer import (
+    ALL_KEYS,
+    HEADS,
+    QUERIES,
+    WEIGHTS,
+    Chosen,
+    Index,
+    axes_between,
+    over_queries,
+    summed,
+    taken,
+)
 from maxlib.sharding import shard_map_by_name
 
 HIDDEN = -1e30  # of a key that is not chosen, before the softmax

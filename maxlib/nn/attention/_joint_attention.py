@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import ops
 from maxlib.nn.attention._index_loss import HIDDEN
-from maxlib.nn.attention._indexer import Chosen, taken
-from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, WEIGHTS, over_queries
+from maxlib.nn.attention._indexer import ALL_KEYS, HEADS, QUERIES, WEIGHTS, Chosen, over_queries, taken
 from maxlib.ops import MaskHint, StaticMask
 from maxlib.sharding import shard_map_by_name
 from maxlib.sharding.layers import axis_size

@@ -15,10 +15,18 @@ from jaxtyping import Array, Float, Int
 from maxlib.nn._pytree import pytree
 from maxlib.nn.attention._grouped_query import check_no_ring
 from maxlib.nn.attention._index_loss import HIDDEN, Attended, IndexLoss
-from maxlib.nn.attention._indexer import Chosen, Index, LightningIndexer, chosen_mask
+from maxlib.nn.attention._indexer import (
+    ALL_KEYS,
+    HEADS,
+    QUERIES,
+    Chosen,
+    Index,
+    LightningIndexer,
+    PooledIndexer,
+    chosen_mask,
+    over_queries,
+)
 from maxlib.nn.attention._latent import MLA
-from maxlib.nn.attention._pool_indexer import PooledIndexer
-from maxlib.nn.attention._query_chunks import ALL_KEYS, HEADS, QUERIES, over_queries
 from maxlib.nn.cache import LatentCache, SlotCache, put_rows
 from maxlib.nn.decoder._context import Context, check_prefix, context_of
 from maxlib.nn.remat import mark_heads

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from maxlib._utils.varying import is_tracked
 from maxlib.hardware import current_device, explained_device
-from maxlib.ops._attention.inputs import AttentionInputs
 from maxlib.ops._attention.masks import MaskHint, StaticMask
+from maxlib.ops._attention.reference import AttentionInputs
 from maxlib.ops._attention.table import ATTENTION, AttentionCall, without_device
 from maxlib.ops._axes import check_axes, require
 from maxlib.ops._cost import register_flops

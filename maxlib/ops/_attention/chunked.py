@@ -25,7 +25,7 @@ from maxlib._xla_workarounds import inner
 from maxlib.hardware import current_device
 from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
-from maxlib.ops._attention.inputs import AttentionInputs, Results
+from maxlib.ops._attention.reference import AttentionInputs, Results
 
 
 class Spec(NamedTuple):

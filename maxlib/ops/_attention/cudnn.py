@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from maxlib._utils.varying import vary_alike
 from maxlib.hardware import current_device, is_blackwell
 from maxlib.kernels.attention.merge import merge_sinks, sinks_gradient
-from maxlib.ops._attention.inputs import AttentionInputs, Results
+from maxlib.ops._attention.reference import AttentionInputs, Results
 
 
 def head_width(key_dim: int, value_dim: int, device_kind: str) -> int:

@@ -14,7 +14,7 @@ from maxlib.kernels.attention.logits import LOG2_E, Logits
 from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.mosaic_gpu import config
 from maxlib.ops._attention.chunked import chunked_gradients
-from maxlib.ops._attention.inputs import AttentionInputs, Results
+from maxlib.ops._attention.reference import AttentionInputs, Results
 
 
 class Spec(NamedTuple):

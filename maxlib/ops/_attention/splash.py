@@ -26,8 +26,8 @@ from maxlib.kernels.attention.merge import merge_sinks
 from maxlib.kernels.attention.tiles import tiles_of
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.kernels.vector_memory import DEFAULT_VMEM, vmem_of
-from maxlib.ops._attention.inputs import AttentionInputs, Results
 from maxlib.ops._attention.masks import StaticMask
+from maxlib.ops._attention.reference import AttentionInputs, Results
 
 LANES = 128  # lanes of a vector register; blocks are multiples of it
 NARROW = 256  # keys of a window that is smaller than the usual blocks

@@ -18,7 +18,7 @@ from jax import lax
 from maxlib.kernels.attention.merge import merge_parts, merge_sinks
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import chunked_gradients
-from maxlib.ops._attention.inputs import AttentionInputs, Results
+from maxlib.ops._attention.reference import AttentionInputs, Results
 
 MAX_QUERIES = 16
 

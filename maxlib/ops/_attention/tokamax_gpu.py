@@ -13,8 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from maxlib.ops._attention.inputs import AttentionInputs, Results
 from maxlib.ops._attention.masks import MaskHint, StaticMask
+from maxlib.ops._attention.reference import AttentionInputs, Results
 
 INSTALL = "pip install 'maxlib[cuda]'"
 TILE = 256  # lengths are padded to multiples of it: two tiles of queries, the most that a kernel processes at once

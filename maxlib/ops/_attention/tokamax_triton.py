@@ -24,8 +24,8 @@ from maxlib.hardware import is_blackwell, is_hopper
 from maxlib.kernels.attention.merge import merge_sinks, sinks_gradient
 from maxlib.kernels.tile_sizes import TileSizes
 from maxlib.ops._attention.chunked import attend_backward, chunked_tiles
-from maxlib.ops._attention.inputs import AttentionInputs, Results
 from maxlib.ops._attention.masks import StaticMask
+from maxlib.ops._attention.reference import AttentionInputs, Results
 from maxlib.ops._attention.tokamax_gpu import intervals, is_installed, named, padded, parse_no_flags, whole_tiles
 
 NEEDED = (0, 0, 17)  # the oldest version of tokamax that was tried

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from maxlib.ops._attention import reference as definition
-from maxlib.ops._attention.inputs import AttentionInputs
+from maxlib.ops._attention.reference import AttentionInputs
 from tests.ops.attention import cases
 
 MASKS = list(itertools.product(cases.MASKS, cases.DOCUMENTS))
