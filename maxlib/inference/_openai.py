@@ -64,7 +64,8 @@ class _Choice:
     @property
     def finish_reason(self) -> str | None:
         """Returns the finish reason for a client."""
-        return "tool_calls" if self.tool_calls else self.request.finish_reason
+        reason = self.request.finish_reason  # an answer that was cut off says so, whatever it called before
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
     def _content(self, piece: str) -> str:
         """Returns the text before tool calls, without what may be the beginning of one."""

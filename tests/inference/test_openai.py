@@ -196,6 +196,8 @@ def test_tools_are_called_and_answered(model, monkeypatch):
         for options_of_calls, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
             (choice,) = client.chat.completions.create(**options, **options_of_calls).choices
             assert len(choice.message.tool_calls) == count
+        (cut,) = client.chat.completions.create(**options, max_tokens=len(script.ids) - 1).choices
+        assert len(cut.message.tool_calls) == 2 and cut.finish_reason == "length"
         answer = [choice.message, {"role": "tool", "tool_call_id": made.id, "content": "2"}]
         script.ids = [*TOKENIZER.encode("It is <too late").ids, EOS]
         (choice,) = client.chat.completions.create(**options | {"messages": [*options["messages"], *answer]}).choices
