@@ -329,6 +329,14 @@ def test_a_server_without_grammars_says_so(served, monkeypatch):
     assert answer.status_code == 400 and "maxlib[grammar]" in answer.json()["error"]["message"]
 
 
+def test_more_completions_than_may_wait_are_refused(model, monkeypatch):
+    engine, app = make_app(model, max_waiting=3)
+    with running(app) as (_, url):
+        assert "at most 3 completions" in post(url, json=GOOD | {"prompt": ["x", "y"], "n": 2}).text
+        monkeypatch.setattr(type(engine), "num_waiting", 2)
+        assert post(url, json=GOOD | {"n": 2}).status_code == 429
+
+
 def test_failures_tell_neither_client_nor_log_the_prompt(model, caplog, monkeypatch):
     engine, app = make_app(model)
 
