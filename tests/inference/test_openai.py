@@ -249,6 +249,7 @@ def test_answers_follow_a_schema(client):
         messages=[{"role": "user", "content": "?"}],
         max_tokens=60,
         n=3,
+        seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     )
     for choice in answer.choices:
