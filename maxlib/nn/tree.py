@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlib._utils.arguments import check_dtype
+from maxlib._utils.arguments import check_dtype as _check_dtype
 from maxlib._utils.paths import dotted
 from maxlib.sharding.layers import is_stacked as _is_stacked
 from maxlib.sharding.layers import own_axes as own_axes
@@ -208,7 +208,7 @@ def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
     Raises:
         TypeError: when `dtype` is not floating.
     """
-    check_dtype(dtype)
+    _check_dtype(dtype)
     taken, rest = partition(model, filter)
     return combine({path: value.astype(dtype) for path, value in taken.items()}, rest)
 
