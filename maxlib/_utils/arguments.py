@@ -43,10 +43,15 @@ def check_array(x: Any, name: str) -> None:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises TypeError for what is no dtype, such as "fp32"; None passes."""
+    """Raises TypeError for what is no floating dtype, such as "fp32" or "int8"; None passes."""
     try:
-        jnp.dtype(dtype)
+        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
         meant = _SHORT.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
         hint = f'; did you mean "{meant}"?' if meant != str(dtype) else ""
         raise TypeError(f'dtype must be one of jax, such as jnp.float32 or "bfloat16", got {dtype!r}{hint}') from None
+    if not is_float:  # weights cast to whole numbers would be 0
+        raise TypeError(
+            f"dtype must be floating, such as jnp.bfloat16, got {jnp.dtype(dtype).name}: for weights of few bits use "
+            "quantization.for_inference(model, rules)"
+        )

@@ -1,7 +1,7 @@
-"""Tables and lists of numbers as text."""
+"""Tables and lists of numbers as text, and a check of lists of texts."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,3 +32,9 @@ def to_text(shown: "RenderableType", *, width: int = 120) -> str:
     with console.capture() as capture:
         console.print(shown)
     return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+
+
+def check_texts(name: str, value: Any) -> None:
+    """Raises ValueError for one text where several are expected: its letters would be taken for them."""
+    if isinstance(value, str):
+        raise ValueError(f"{name} must be a list of texts, got {value!r:.40}: put it in a list")

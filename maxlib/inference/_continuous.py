@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from maxlib import nn
+from maxlib._utils.text import check_texts
 from maxlib.inference._arguments import Ids, Prompts, StopIds, check_limits, check_prompts, check_stop, integer
 from maxlib.inference._drafts import check_drafter, check_rewinds, draft_tokens
 from maxlib.inference._engine import Background, Completion, Turns
@@ -421,8 +422,7 @@ class LocalEngine:
     ) -> Options:
         """Returns the options of requests; raises ValueError for those that the engine cannot follow."""
         check_sampler(sampler)
-        if isinstance(stop, str):
-            raise ValueError(f"stop must be a list of texts, got {stop!r}: put it in a list")
+        check_texts("stop", stop)
         if stop and self.tokenizer is None:
             raise ValueError("stop needs the text of tokens: make the engine with tokenizer=")
         ends = check_stop(stop_token_ids, self.generator.vocab)

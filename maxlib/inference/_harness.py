@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 from rich.progress import track
 
+from maxlib._utils.text import check_texts
 from maxlib.inference._chat import read_model, stop_tokens
 from maxlib.inference._continuous import LocalEngine
 from maxlib.inference._generate import Generator
@@ -126,6 +127,7 @@ class Harness(_TemplateLM):
         """
         import lm_eval
 
+        check_texts("tasks", tasks)
         evaluated = lm_eval.simple_evaluate(self, tasks=list(tasks), **options)
         assert evaluated is not None  # there are results in the process of rank 0, and this is it
         return {

@@ -64,7 +64,8 @@ class _Choice:
     @property
     def finish_reason(self) -> str | None:
         """Returns the finish reason for a client."""
-        return "tool_calls" if self.tool_calls else self.request.finish_reason
+        reason = self.request.finish_reason  # an answer that was cut off says so, whatever it called before
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
     def _content(self, piece: str) -> str:
         """Returns the text before tool calls, without what may be the beginning of one."""
@@ -183,7 +184,7 @@ class Server:
     async def completions(self, request: Any) -> Any:
         """Answers `/v1/completions`."""
         fields = CompletionFields.read(await self._body(request))
-        self._check_model(fields)
+        self._check(fields, len(fields.prompts) * fields.n)
         prompts = [await self._ids(prompt, special=fields.add_special_tokens) for prompt in fields.prompts]
         choices = await self._choices(fields, prompts, None, ())
         if fields.stream:
@@ -202,7 +203,7 @@ class Server:
     async def chat(self, request: Any) -> Any:
         """Answers `/v1/chat/completions`."""
         fields = ChatFields.read(await self._body(request))
-        self._check_model(fields)
+        self._check(fields, fields.n)
         if self.template is None:
             raise BadRequest("this model has no chat template: use /v1/completions", "messages")
         if fields.tools and self.tool_format is None:
@@ -243,10 +244,13 @@ class Server:
         if self.api_key is not None and not hmac.compare_digest(sent.encode(), self.api_key.encode()):
             raise BadRequest("the API key is missing or wrong", status=401)
 
-    def _check_model(self, fields: Fields) -> None:
+    def _check(self, fields: Fields, count: int) -> None:
+        """Raises BadRequest for another model, and for more completions than may wait."""
         if fields.model != self.name:
             raise BadRequest(f"there is no model {fields.model!r:.100}; this server has {self.name!r}", "model", 404)
-        if self.engine.num_waiting >= self.max_waiting:
+        if count > self.max_waiting:
+            raise BadRequest(f"a request may have at most {self.max_waiting} completions, got {count}", "n")
+        if self.engine.num_waiting + count > self.max_waiting:
             raise BadRequest("too many requests wait; send this one again later", status=429)
 
     async def _body(self, request: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Fields(pydantic.BaseModel):
             BadRequest: when a field is unknown, of another type, or out of range.
         """
         try:
-            return cls.model_validate(
+            fields = cls.model_validate(
                 {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
             )
         except pydantic.ValidationError as error:
@@ -72,6 +72,11 @@ class Fields(pydantic.BaseModel):
             raise BadRequest(
                 f"{name}: {' or '.join(dict.fromkeys(each['msg'] for each in errors[:4]))}", name
             ) from None
+        if fields.stream_options and not fields.stream:
+            raise BadRequest("stream_options are for stream=true", "stream_options")
+        if fields.ignore_eos and fields.schema_of_answers is not None:
+            raise BadRequest("with response_format a text must end, so ignore_eos must be false", "ignore_eos")
+        return fields
 
     @property
     def sampler(self) -> Sampler:
@@ -163,6 +168,8 @@ class ChatFields(Fields):
         fields = cls._read(body)
         if not all(isinstance(message.get("role"), str) for message in fields.messages):
             raise BadRequest("messages must be objects with a role", "messages")
+        if fields.top_logprobs and not fields.logprobs:
+            raise BadRequest("top_logprobs need logprobs=true", "top_logprobs")
         fields.max_tokens = fields.max_completion_tokens or fields.max_tokens
         fields.tools = fields.tools if fields.tool_choice == "auto" else []
         return fields

@@ -155,7 +155,7 @@ class Request:
         self.log_probs.append(log_prob)
         self.versions.append(version)
         stop = self._options.stop
-        if token in self._options.stop_token_ids or (stop is not None and stop.end(self.tokens)):
+        if token in self._options.stop_token_ids or (stop is not None and stop.end(self.prompt, self.tokens)):
             self.finish_reason = "stop"
         elif len(self.tokens) == self._limit:
             self.finish_reason = "length"

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn
+from maxlib._utils.text import check_texts
 from maxlib.inference._arguments import check_prompts, integer
 from maxlib.inference._generate import Generator, right_padded, shared_capacity
 
@@ -111,11 +112,19 @@ class Cloze:
         context: The text, for example a question.
         choices: Continuations, which usually begin with a space.
         answer: Index of the right one.
+
+    Raises:
+        ValueError: when `choices` is a single text, or has no `answer`.
     """
 
     context: str
     choices: Sequence[str]
     answer: int = 0
+
+    def __post_init__(self):
+        check_texts("choices", self.choices)
+        if not 0 <= self.answer < len(self.choices):
+            raise ValueError(f"answer must be the index of one of {len(self.choices)} choices, got {self.answer}")
 
 
 def rolling_windows(tokens: Sequence[int], *, prefix: int, max_length: int) -> Iterator[Pair]:
@@ -202,6 +211,9 @@ class BitsPerByte:
         tasks: Cloze tasks by the name of their set.
         batch_size: Number of rows computed at once; the result does not depend on it.
         max_length: Maximum number of tokens that the model reads at once.
+
+    Raises:
+        ValueError: when a set of documents is a single text.
     """
 
     tokenizer: Any
@@ -210,6 +222,10 @@ class BitsPerByte:
     tasks: Mapping[str, Sequence[Cloze]] = dataclasses.field(default_factory=dict)
     batch_size: int = 8
     max_length: int = 2048
+
+    def __post_init__(self):
+        for name, texts in self.documents.items():
+            check_texts(f"documents[{name!r}]", texts)
 
     def __call__(self, generator: Generator) -> Metrics:
         """Computes the metrics."""

@@ -160,10 +160,13 @@ class StopTexts:
         # Tokens, except special ones, have at least one byte, so this many tokens contain any of these texts.
         self._tail = 8 + max((len(text.encode()) for text in self.texts), default=0)
 
-    def end(self, tokens: Sequence[int]) -> bool:
-        """Returns whether the last tokens have one of the texts."""
-        recent = self._decode(tokens[-self._tail :])
-        return any(text in recent for text in self.texts)
+    def end(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Returns whether the last tokens after a prompt have one of the texts."""
+        # One more token before them, as decoders may leave out the space of a first token.
+        recent = tokens[-self._tail - 1 :] if len(tokens) > self._tail else [*prompt[-1:], *tokens]
+        text, before = self._decode(recent), self._decode(recent[:1])
+        new = text[len(before) :] if text.startswith(before) else self._decode(recent[1:])
+        return any(text in new for text in self.texts)
 
 
 class TextWriter:

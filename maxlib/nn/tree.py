@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxlib._utils.arguments import check_dtype as _check_dtype
 from maxlib._utils.paths import dotted
 from maxlib.sharding.layers import is_stacked as _is_stacked
 from maxlib.sharding.layers import own_axes as own_axes
@@ -203,7 +204,11 @@ def cast(model: Any, dtype: Any, filter: Filter = is_trainable) -> Any:
         model: The model.
         dtype: The new dtype.
         filter: Called with the pattern path and the variable; True selects it.
+
+    Raises:
+        TypeError: when `dtype` is not floating.
     """
+    _check_dtype(dtype)
     taken, rest = partition(model, filter)
     return combine({path: value.astype(dtype) for path, value in taken.items()}, rest)
 

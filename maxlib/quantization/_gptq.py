@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlib import nn
 from maxlib.nn import sites
@@ -50,7 +50,7 @@ def gptq(
         dtype: Dtype of the computation.
 
     Raises:
-        ValueError: as for `for_inference`, and for weights in another format.
+        ValueError: as for `for_inference`, for weights in another format, and when a covariance cannot be inverted.
     """
     formats = [rule.format for rule in as_rules(rules, INFERENCE) if rule.format is not None]
     if wrong := [format for format in formats if format.weights not in _MAXIMA]:
@@ -79,25 +79,38 @@ def _quantized(layer: Any, formats: dict[str, Format | None], records: dict[str,
 
     def stored(path: str, site: Any) -> Any:
         format = formats[path]
-        return site if format is None else _stored(site, format, path, records.get(path), damping)
+        if format is None:
+            return site
+        new, is_finite = _stored(site, format, path, records.get(path), damping)
+        if not is_finite:
+            raise ValueError(
+                f"the covariance of what layers.{path} reads must be finite, and with damping={damping} invertible: use a "
+                "larger damping, more tokens, or dtype=jnp.float32"
+            )
+        return new
 
     return sites.map_sites(layer, stored)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "path", "damping"))
-def _stored(site: Any, format: Format, path: str, read: Inputs | None, damping: float) -> Any:
-    """Returns a layer with its weight in `format`, rounded by what it reads; to nearest if that is not known."""
+def _stored(
+    site: Any, format: Format, path: str, read: Inputs | None, damping: float
+) -> tuple[Any, Bool[Array, ""] | bool]:
+    """Returns a layer with its weight in `format`, rounded by what it reads, and whether the values are finite; without
+    `read` to nearest.
+    """
     stored = store(site, format, f"layers.{path}")
     if read is None or -1 not in sites.dimensions(site)[2]:
-        return stored
+        return stored, True
     w = matrices(site)
     values, scale, zeros = _rounded(w, read.covariance, format, damping)
+    is_finite = jnp.isfinite(values).all()
     values = arranged(values, site, stored.w.quantized().qvalue)
     stored.w.values = stored.w.values.replace(nn.quantized.pack(values) if format.weights == "int4" else values)
     stored.w.scale = stored.w.scale.replace(arranged(scale, site, stored.w.scale.get_value()))
     if stored.w.zeros is not None:
         stored.w.zeros = stored.w.zeros.replace(arranged(zeros, site, stored.w.zeros.get_value()))
-    return stored
+    return stored, is_finite
 
 
 def _damped(covariance: Float[Array, "I I"], damping: float) -> Float[Array, "I I"]:

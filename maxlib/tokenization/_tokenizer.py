@@ -12,6 +12,7 @@ from jaxtyping import Int32
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from maxlib._utils.files import read_json_object, write_atomically
+from maxlib._utils.text import check_texts
 from maxlib.tokenization._special_tokens import special_tokens as read_special_tokens
 
 
@@ -23,8 +24,11 @@ def train_bpe(
     The special tokens have the ids 0, 1, ... in their order. Small texts may give fewer than `vocab_size` tokens.
 
     Raises:
-        ValueError: when `vocab_size` is too small for the 256 bytes and the special tokens.
+        ValueError: when `vocab_size` is too small for the 256 bytes and the special tokens, or `texts` or
+            `special_tokens` is a single text.
     """
+    check_texts("texts", texts)
+    check_texts("special_tokens", special_tokens)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(special_tokens)
     if vocab_size < least:

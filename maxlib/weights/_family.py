@@ -19,6 +19,7 @@ from flax import nnx
 
 from maxlib import distributed, nn, sharding
 from maxlib._names import Presets
+from maxlib._utils.arguments import check_dtype
 from maxlib.tokenization import ChatTemplate
 from maxlib.weights._compressed import plain, write_compressed
 from maxlib.weights._heads import MODULES, load_embedder, with_config_head, with_model_head, write_modules
@@ -275,6 +276,7 @@ def save_pretrained(
         FileExistsError: If the directory is not empty.
         ValueError: If the directory would be read as another model, because parts of this one were swapped.
     """
+    check_dtype(dtype)
     family = family or family_of(model)
     config = family.fields.write(model.cfg)
     table = family.table(model.cfg)

@@ -126,6 +126,10 @@ def _config(values: Mapping[str, Any], raw: Mapping[str, Any], path: Any) -> dic
     kind = values.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(f"{path} must have an architecture among {', '.join(ARCHITECTURES)}, got {kind!r}")
+    if (parts := values.get("split.count", 1)) > 1:
+        raise ValueError(
+            f"{path} must hold the whole model, but is one of {parts} parts: merge them with llama.cpp's `llama-gguf-split --merge`"
+        )
     unread = [name for name in values if name.startswith(f"{kind}.") and name.removeprefix(f"{kind}.") not in KNOWN]
     if unread:
         raise ValueError(

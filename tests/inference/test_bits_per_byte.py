@@ -81,3 +81,10 @@ def test_cloze_tasks_and_other_batch_sizes(tokenizer, generator):
         bits.append((of_choices[task.answer], of_choices[task.answer] == min(of_choices)))
     assert got["words/bits_per_byte"] == pytest.approx(np.mean([b for b, _ in bits]), rel=1e-5)
     assert got["words/accuracy"] == np.mean([correct for _, correct in bits])
+
+
+def test_letters_are_no_documents(tokenizer):
+    with pytest.raises(ValueError, match=r"documents\['wiki'\] must be a list of texts"):
+        inference.BitsPerByte(tokenizer, 1, {"wiki": "the cat"})
+    with pytest.raises(ValueError, match="answer must be the index of one of 2 choices, got 2"):
+        Cloze("the cat", (" sat", " mat"), 2)

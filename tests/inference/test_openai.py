@@ -196,6 +196,8 @@ def test_tools_are_called_and_answered(model, monkeypatch):
         for options_of_calls, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
             (choice,) = client.chat.completions.create(**options, **options_of_calls).choices
             assert len(choice.message.tool_calls) == count
+        (cut,) = client.chat.completions.create(**options, max_tokens=len(script.ids) - 1).choices
+        assert len(cut.message.tool_calls) == 2 and cut.finish_reason == "length"
         answer = [choice.message, {"role": "tool", "tool_call_id": made.id, "content": "2"}]
         script.ids = [*TOKENIZER.encode("It is <too late").ids, EOS]
         (choice,) = client.chat.completions.create(**options | {"messages": [*options["messages"], *answer]}).choices
@@ -247,6 +249,7 @@ def test_answers_follow_a_schema(client):
         messages=[{"role": "user", "content": "?"}],
         max_tokens=60,
         n=3,
+        seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     )
     for choice in answer.choices:
@@ -298,6 +301,10 @@ GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
         (400, {"json": GOOD | {"stop": [1]}}),
         (400, {"json": GOOD | {"logit_bias": {"9999": 1}}}),
         (400, {"json": GOOD | {"unheard_of": 1}}),
+        (400, {"json": GOOD | {"stream_options": {"include_usage": True}}}),
+        (400, {"json": GOOD | {"ignore_eos": True, "response_format": {"type": "json_object"}}}),
+        (400, {"json": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
+               "path": "/v1/chat/completions"}),
         (400, {"content": b'{"model": "tiny", "prompt": "\\ud800"}'}),
         (400, {"content": b'{"model": "tiny", "prompt": "x", "\\ud800": 1}'}),
         (400, {"json": {"model": "tiny", "messages": []}, "path": "/v1/chat/completions"}),
@@ -321,6 +328,14 @@ def test_a_server_without_grammars_says_so(served, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = post(served[1], json=GOOD | {"response_format": {"type": "json_object"}})
     assert answer.status_code == 400 and "maxlib[grammar]" in answer.json()["error"]["message"]
+
+
+def test_more_completions_than_may_wait_are_refused(model, monkeypatch):
+    engine, app = make_app(model, max_waiting=3)
+    with running(app) as (_, url):
+        assert "at most 3 completions" in post(url, json=GOOD | {"prompt": ["x", "y"], "n": 2}).text
+        monkeypatch.setattr(type(engine), "num_waiting", 2)
+        assert post(url, json=GOOD | {"n": 2}).status_code == 429
 
 
 def test_failures_tell_neither_client_nor_log_the_prompt(model, caplog, monkeypatch):

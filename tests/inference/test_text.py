@@ -72,9 +72,15 @@ def test_texts_bytes_and_offsets_of_tokens_are_those_of_the_text(kind):
 def test_the_text_of_a_special_token_ends_a_completion():
     tokenizer = KINDS["byte"]
     ids = tokenizer.encode("yes</s> no", add_special_tokens=False).ids
-    ends = [[StopTexts(tokenizer, stop).end(ids[:n]) for n in range(len(ids) + 1)] for stop in (["</s>"], [" n"])]
+    ends = [[StopTexts(tokenizer, stop).end([], ids[:n]) for n in range(len(ids) + 1)] for stop in (["</s>"], [" n"])]
     place = ids.index(tokenizer.token_to_id("</s>"))
     assert ends[0].index(True) == place + 1 and ends[1].index(True) > place + 1
+
+
+def test_a_space_in_the_first_token_is_a_part_of_a_stop_text():
+    tokenizer = KINDS["unigram first"]
+    prompt, ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("user:", "yes"))
+    assert StopTexts(tokenizer, [" yes"]).end(prompt, ids)
 
 
 def test_bytes_that_never_become_a_character_are_shown():

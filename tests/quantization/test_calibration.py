@@ -11,7 +11,7 @@ from qwix.contrib import awq_core, gptq_core
 import maxlib
 from maxlib import adapters, nn, ops, quantization
 from maxlib.models import llama, mixtral, olmo2
-from maxlib.quantization import _gptq, _scales
+from maxlib.quantization import _gptq, _scales, _streaming
 from maxlib.quantization._gptq import _rounded
 from tests.models import parity
 from tests.nn.tiny import filled
@@ -218,6 +218,13 @@ def test_formats_and_rules_are_checked(dense):
         quantization.gptq(dense, [])
     with pytest.raises(ValueError, match=r"strength must be in \[0, 1\], got 2"):
         quantization.smoothquant(dense, [TOKENS], strength=2)
+
+
+def test_a_covariance_without_an_inverse_is_refused():
+    layer, x = nn.Einsum("...D,FD->...F", (4, 32), ("mlp", "embed"), rngs=nnx.Rngs(0)), jnp.eye(6, 32) + 1
+    read = _streaming.Inputs((x.T @ x)[None], jnp.abs(x).max(axis=0)[None])
+    with pytest.raises(ValueError, match="damping=0.0 invertible"):
+        _gptq._quantized(layer, {"": INT4}, {"": read}, damping=0.0)
 
 
 def test_a_model_with_adapters_is_refused():

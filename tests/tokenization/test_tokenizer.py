@@ -33,6 +33,12 @@ def test_vocabulary_too_small():
         tokenization.train_bpe(TEXTS, vocab_size=200)
 
 
+def test_one_text_is_no_list_of_texts():
+    for change in ({"texts": "the fox"}, {"special_tokens": "<bos>"}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} must be a list of texts"):
+            tokenization.train_bpe(**{"texts": ["the fox"], "vocab_size": 300} | change)
+
+
 def test_tokenize_adds_the_ends_it_is_told(tokenizer):
     documents = data.in_memory(["the fox"])
     plain = tokenizer.encode("the fox", add_special_tokens=False).ids

@@ -126,6 +126,16 @@ def test_half_precision(dtype, model, tmp_path):
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
 
 
+def test_weights_are_not_cast_to_whole_numbers(model, exported, tmp_path):
+    for cast in (
+        lambda: maxlib.from_pretrained(exported, dtype="int8"),
+        lambda: maxlib.save_pretrained(model, tmp_path / "small", dtype=jnp.int8),
+        lambda: nn.cast(model, jnp.int8),
+    ):
+        with pytest.raises(TypeError, match="dtype must be floating, .* got int8"):
+            cast()
+
+
 def test_expert_biases_stay_float32(tmp_path):
     """As in transformers: rounded, they would choose other experts."""
     sizes = {"vocab": 8, "num_layers": 1, "num_dense": 0, "dim": 8, "mlp_dim": 8, "num_heads": 2, "expert_dim": 8}
