@@ -9,8 +9,8 @@ from collections.abc import Iterator
 def collection_paused() -> Iterator[None]:
     """Pauses the collection of reference cycles inside the context.
 
-    Tracing makes so many objects that the collector walks the whole heap again and again, a tenth of the time to the
-    first step, and finds nothing to free.
+    Tracing and imports make so many objects that the collector walks the whole heap again and again, a tenth of the
+    time to the first step, and finds nothing to free.
     """
     if not gc.isenabled():
         yield
