@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib.nn._linear import Einsum
+from maxlib.nn._linear import Einsum, of_same
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
@@ -98,7 +98,7 @@ class KimiDeltaAttention(SequenceMixer):
         """
         ctx = context_of(x, ctx)
         # [B, T, D] -> [B, T, N, H]
-        projected = (self.q(x), self.k(x), self.v(x), *self._rates(x))
+        projected = (*of_same(x, self.q, self.k, self.v), *self._rates(x))
         q, k, v, log_decay, beta = (constrain(y, *HEADS[: y.ndim]) for y in projected)
         out, cache = delta_rule(self, (q, k, v), log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, H]
