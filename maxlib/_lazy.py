@@ -2,11 +2,13 @@
 
 import ast
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from maxlib._names import no_attribute
+from maxlib._utils.garbage import collection_paused
 
 
 def lazy(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -27,9 +29,12 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], li
     def get(name: str) -> Any:
         if name not in homes:
             raise no_attribute(package, name, listed())
-        if homes[name] == package:
-            return importlib.import_module(f"{package}.{name}")
-        return getattr(importlib.import_module(homes[name]), name)
+        with collection_paused():
+            if homes[name] == package:
+                return importlib.import_module(f"{package}.{name}")
+            value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # the next use does not come here
+        return value
 
     def listed() -> list[str]:
         return sorted(homes)

@@ -26,6 +26,12 @@ def test_import_brings_nothing_heavy():
     assert loaded.strip() == "[]"
 
 
+def test_training_without_checkpoints_imports_no_orbax():
+    assert run("import sys; from maxlib import training; print(training.Trainer, 'orbax' in sys.modules)").endswith(
+        "False\n"
+    )
+
+
 def test_rooms_are_reached_by_name():
     rooms = {path.parent.name for path in (ROOT / "maxlib").glob("[a-z]*/__init__.py")} - {"kernels"}
     for room in rooms:

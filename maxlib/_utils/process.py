@@ -1,10 +1,7 @@
-"""Settings of this process: the cache of compiled programs, the garbage collector, and freed memory."""
+"""Settings of this process: the cache of compiled programs, and freed memory."""
 
-import contextlib
 import ctypes
-import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +46,6 @@ def enable_compilation_cache(directory: str | Path | None = None) -> str | None:
         if config.jax_persistent_cache_min_compile_time_secs == 1.0:  # jax's default
             config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
     return config.jax_compilation_cache_dir
-
-
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """Pauses the collection of reference cycles inside the context.
-
-    Tracing makes so many objects that the collector walks the whole heap again and again, a tenth of the time to the
-    first step, and finds nothing to free.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def keep_freed_memory() -> bool:

@@ -87,6 +87,8 @@ class Generator:
             )
         self.model = prepared(model, dtype)
         self.packed = Packed.of(self.model)
+        # Properties of the structure, for which all layers are searched; `update` does not change it.
+        self._max_length, self._masks = max_length(self.model), getattr(self.model, "masks", ())
         self._keys = Keys(seed)
         self.dtype, self.cache_dtype = dtype, dtype if cache_dtype is None else cache_dtype
         self.vocab = jax.eval_shape(lambda m: m.head_weight(), model).shape[0]
@@ -181,11 +183,10 @@ class Generator:
         check_sampler(sampler)
         texts, stop = check_prompts(prompts, self.vocab), check_stop(stop_token_ids, self.vocab)
         count, longest = integer("max_new_tokens", max_new_tokens), max(map(len, texts))
-        limit = max_length(self.model)
-        check_length(limit, longest + count)
-        check_prefix(getattr(self.model, "masks", ()), texts)
+        check_length(self._max_length, longest + count)
+        check_prefix(self._masks, texts)
         if capacity is None:
-            capacity = min(shared_capacity(longest + count), limit or 1 << 62)
+            capacity = min(shared_capacity(longest + count), self._max_length or 1 << 62)
         capacity = integer("capacity", capacity)
         check_room(longest, count, capacity)
         seen = check_inputs(self.model, right_padded(texts)[0], images, audio, source)

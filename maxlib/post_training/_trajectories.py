@@ -218,11 +218,13 @@ def _row(
     by_model = np.repeat([part.by_model for part in parts], sizes)
 
     def of_targets(values: np.ndarray) -> np.ndarray:
-        shifted = np.append(values[1:], 0)[: len(values)]
-        return np.pad(shifted, (0, length - len(values))).astype(np.float32)
+        row, shifted = np.zeros(length, np.float32), values[1:]
+        row[: len(shifted)] = shifted
+        return row
 
     # [T] -> [T]: the target of position t is token t + 1
-    targets = np.append(np.where(by_model, tokens, -1)[1:], -1)[: len(tokens)].astype(np.int32)
+    targets = np.full(len(tokens), -1, np.int32)
+    targets[:-1] = np.where(by_model, tokens, -1)[1:]
     document = {"tokens": tokens, "targets": targets} | _images(trajectory.images, blank)
     row = data.pad_document(document, length=length, images=blank)
     row["advantages"] = of_targets(np.repeat(_by_part(i, trajectory, advantage), sizes))

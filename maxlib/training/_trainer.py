@@ -11,7 +11,8 @@ import jax
 import optax
 
 from maxlib import nn, sharding
-from maxlib._utils.process import collection_paused, enable_compilation_cache
+from maxlib._utils.garbage import collection_paused
+from maxlib._utils.process import enable_compilation_cache
 from maxlib.checkpoint import Checkpointer, Tiers
 from maxlib.distributed import Interrupted, StopRequest, hard_timeout, stop_on_signal
 from maxlib.observability import (

@@ -55,6 +55,21 @@ def test_on_a_cpu_a_weights_gradient_sums_over_one_axis_of_rows(spec, shape):
 
 
 @pytest.mark.parametrize(
+    "layer",
+    [
+        lambda rngs: nn.GatedMLP(8, 12, rngs=rngs),
+        lambda rngs: nn.Attention(8, num_heads=2, num_kv_heads=2, head_dim=6, rngs=rngs),
+        lambda rngs: nn.GatedDeltaNet(8, num_heads=2, key_dim=6, value_dim=6, rngs=rngs),
+        lambda rngs: nn.KimiDeltaAttention(8, num_heads=2, head_dim=6, rngs=rngs),
+    ],
+)
+def test_on_a_cpu_projections_share_one_copy_of_their_rows(layer):
+    # A loop over layers keeps each copy for the backward pass.
+    program = str(jax.make_jaxpr(lambda x: jax.tree.leaves(layer(nnx.Rngs(0))(x))[0])(X))
+    assert program.count("new_sizes=(6, 8)") == 1
+
+
+@pytest.mark.parametrize(
     ("spec", "shape", "fan_in"),
     [("...D,FD->...F", (64, 256), 256), ("...NH,DNH->...D", (64, 16, 32), 512), ("...D,NHD->...NH", (16, 32, 64), 64)],
 )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlib import ops
 from maxlib.kernels.attention.merge import merge_parts
-from maxlib.nn._linear import Einsum
+from maxlib.nn._linear import Einsum, of_same
 from maxlib.nn.cache import AttentionCache, SharedKV, kv_cache
 from maxlib.nn.decoder._context import AnyRope, Context, check_prefix, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
@@ -201,12 +201,11 @@ class Attention(SequenceMixer):
         Returns:
             Queries `B T N H`, keys `B T K H` and values `B T K Hv`.
         """
-        # [B, T, D] -> [B, T, N, H]
-        q = constrain(self.q(x), "batch", "seq", "act_heads", None)
-        # [B, T, D] -> [B, T, K, H]
-        k = constrain(self.k(x), "batch", "seq", "act_heads", None)
+        # [B, T, D] -> [B, T, N, H] and [B, T, K, H]
+        projected = of_same(x, self.q, self.k, *(() if self.v is None else (self.v,)))
+        q, k, *values = (constrain(y, "batch", "seq", "act_heads", None) for y in projected)
         # With keys_as_values, the values are the projected keys before their norm and rotation.
-        v = k if self.v is None else constrain(self.v(x), "batch", "seq", "act_heads", None)
+        v = values[0] if values else k
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         v = v if self.v_norm is None else self.v_norm(v)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlib.nn._linear import Einsum
+from maxlib.nn._linear import Einsum, of_same
 from maxlib.nn.decoder._context import Context, context_of
 from maxlib.nn.mixer import SequenceMixer, SplitSequence, Traffic
 from maxlib.nn.norm import RMSNorm
@@ -98,19 +98,19 @@ class KimiDeltaAttention(SequenceMixer):
         """
         ctx = context_of(x, ctx)
         # [B, T, D] -> [B, T, N, H]
-        projected = (self.q(x), self.k(x), self.v(x), *self._rates(x))
-        q, k, v, log_decay, beta = (constrain(y, *HEADS[: y.ndim]) for y in projected)
+        q, k, v, f, b, gate = of_same(x, self.q, self.k, self.v, self.f_down, self.b, self.gate_down)
+        q, k, v, log_decay, beta = (constrain(y, *HEADS[: y.ndim]) for y in (q, k, v, *self._rates(f, b)))
         out, cache = delta_rule(self, (q, k, v), log_decay, beta, ctx, cache)
         # In float32 until the product, as the norm is. [B, T, N, H]
         out = self.norm(checkpoint_name(out, "attention_out")).astype(jnp.promote_types(x.dtype, jnp.float32))
         # [B, T, D] -> [B, T, R] -> [B, T, N, H]
-        gate = constrain(self.gate_up(self.gate_down(x)), *HEADS).astype(out.dtype)
+        gate = constrain(self.gate_up(gate), *HEADS).astype(out.dtype)
         heads = checkpoint_name((out * jax.nn.sigmoid(gate)).astype(x.dtype), "heads")
         return self.o(heads), cache
 
-    def _rates(self, x: Array) -> tuple[Array, Array]:
+    def _rates(self, f: Array, b: Array) -> tuple[Array, Array]:
         """Returns log decays, `B T N H`, and steps, `B T N`, in float32 or wider."""
-        f, b = wide(self.f_up(self.f_down(x))), wide(self.b(x))
+        f, b = wide(self.f_up(f)), wide(b)
         # [N] -> [1, 1, N, 1] and [N * H] -> [1, 1, N, H]
         a_log, dt_bias = wide(self.a_log[...])[None, None, :, None], wide(self.dt_bias[...]).reshape(1, 1, *f.shape[2:])
         if self.lower_bound is not None:
