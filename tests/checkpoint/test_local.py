@@ -75,7 +75,7 @@ def test_a_damaged_step_is_refused_and_the_next_tier_is_read(tmp_path, damage):
         tiers.wait()
         near = tiers.tiers[0]
         damage(next((tmp_path / "near").glob("3-*/*")))
-        assert near.verify(3)
+        assert tiers.verify(3) == near.verify(3) != [] and tiers.verify(2) == []
         with pytest.raises(DamagedError):
             near.restore(like={"params": params})
         assert tiers.restore(like={"params": params})["meta"]["step"] == 2
@@ -117,6 +117,15 @@ def test_a_save_that_fails_is_reported_and_the_step_before_stays(tmp_path):
         with pytest.raises(SaveError, match="Step 2"):
             local.wait()
         assert local.steps() == [1] and local.unsaved() is not None
+        with pytest.raises(FileNotFoundError, match="7"):
+            local.restore(7, like={"params": {"w": jnp.ones(3)}})
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match="Checkpoints cannot be written to .*file"):
+        Local(tmp_path / "file", every=1)
+    with pytest.raises(ValueError, match="peers of at least 0; got .*, 0, None, 3 and 1"):
+        Local(tmp_path, every=0)
+    with pytest.raises(ValueError, match="Tiers needs at least one Checkpointer"):
+        Tiers()
 
 
 def test_peers_are_on_other_hosts_and_spread():
