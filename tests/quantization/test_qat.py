@@ -8,7 +8,7 @@ import pytest
 
 from maxlib import nn, training
 from maxlib import quantization as quant
-from maxlib.quantization._emulated import four_bit_floats
+from maxlib.quantization._emulated import four_bit_floats, operands
 from tests.quantization.tiny import model, shapes
 from tests.training import tiny
 
@@ -59,6 +59,19 @@ def by_definition(w, kind):
 def test_four_bit_floats(kind):
     w = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     np.testing.assert_allclose(four_bit_floats(jnp.asarray(w), kind), by_definition(w, kind), rtol=1e-6)
+
+
+def test_activations_are_rounded_for_each_row_and_pass_gradients():
+    x, w, d = (np.random.default_rng(i).standard_normal((4, 32), np.float32) for i in range(3))
+
+    @jax.jit
+    def rounded(x):
+        return operands("BI,OI->BO", x, jnp.asarray(w), quant.TRAINING["int4_w4a8_qat"])[0]
+
+    low, pull = jax.vjp(rounded, jnp.asarray(x))
+    scale = np.abs(x).max(axis=1, keepdims=True) / 127.5
+    np.testing.assert_allclose(low, np.clip(np.rint(x / scale), -127, 127) * scale, rtol=1e-6)
+    np.testing.assert_array_equal(pull(jnp.asarray(d))[0], d)
 
 
 @pytest.mark.parametrize(
