@@ -46,6 +46,16 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             exec(compile(block, str(page), "exec"), names)
 
 
+def test_every_page_is_in_a_table_of_contents():
+    entries = {ROOT / "README.md", ROOT / "docs" / "index.md"}
+    for page in PAGES:
+        for contents in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+            lines = [line for line in contents.splitlines() if line and not line.startswith(":")]
+            paths = [line.rpartition("<")[2].removesuffix(">") for line in lines]  # `Title <path>` or a path
+            entries |= {(page.parent / f"{path}.md").resolve() for path in paths}
+    assert [page.name for page in PAGES if page not in entries] == []
+
+
 def test_names_of_maxlib_exist():
     wrong = {page.stem: page_names.wrong_names([block for block, _ in blocks(page)]) for page in PAGES}
     assert {name: lines for name, lines in wrong.items() if lines} == {}

@@ -106,7 +106,7 @@ class ValueLoss(Loss):
     """Loss of a critic: ½ max((V - R)², (clip(V, V_old ± ε) - R)²), a mean over the tokens with targets.
 
     The batch has `returns` R (`gae`) and, to clip, `old_values` V_old, `B T` each. Metrics: `value`, `value_error`, the
-    mean of |V - R|, and `clip_ratio`.
+    mean of `|V - R|`, and `clip_ratio`.
 
     Args:
         clip: ε, how far a value may move from the one at sampling and still be pulled on; None for no limit.

@@ -265,6 +265,8 @@ def test_bad_rules():
         put_on(base, [adapters.Rule(LORA, layers=(0, 9))])
     with pytest.raises(ValueError, match="embeddings and heads have no matmul"):
         put_on(base, [adapters.Rule(LORA, kinds=("embedding",))])
+    with pytest.raises(ValueError, match="no trainable adapters to remove"):
+        adapters.base_model(base)
     with pytest.raises(ValueError, match="assign an adapter"):
         put_on(base, [adapters.Rule(None)])
     with pytest.raises(ValueError, match="already has an adapter"):

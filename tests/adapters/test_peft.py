@@ -196,6 +196,10 @@ def test_square_experts_of_unknown_version_are_refused_and_known_ones_turned(tmp
         else:
             layers = adapters.load(model, path).layers
             loaded[version] = next(layer.moe for layer in layers if layer.moe is not None).down.matmul
+    narrow = {n: v[:, 1:] if "experts" in n and "lora_A" in n else v for n, v in theirs.values(shapes).items()}
+    save_file(narrow, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"factors must be for {width} inputs and {width} outputs, got"):
+        adapters.load(model, path)
     new, before = loaded["0.19.1"], loaded["0.18.1"]
     np.testing.assert_array_equal(new.a[...], jnp.swapaxes(before.b[...], 1, 2))
     np.testing.assert_array_equal(new.b[...], jnp.swapaxes(before.a[...], 1, 2))
@@ -211,15 +215,37 @@ def test_what_peft_cannot_express_is_refused(files, tmp_path):
     rules = [adapters.Rule(dora, match="layers.attn.q"), adapters.Rule(adapters.LoRA(2, 4))]
     with pytest.raises(ValueError, match="one use_dora for all"):
         adapters.save(tuned(model, rules), tmp_path / "own")
-    lines = adapters.save(adapters.load(model, write()), tmp_path / "own")
+    loaded = adapters.load(model, write())
+    with pytest.raises(ValueError, match="cannot express DoRA on top of another adapter"):
+        adapters.save(adapters.add(adapters.freeze(loaded), dora, rngs=nnx.Rngs(0)), tmp_path / "own")
+    with pytest.raises(ValueError, match="dropout must be at least 0 and below 1, got 1"):
+        adapters.save(loaded, tmp_path / "own", dropout=1.0)
+    lines = adapters.save(loaded, tmp_path / "own", dropout=0.25)
     assert lines[0].startswith("PEFT: all") and "max_lora_rank of at least 3" in lines[1]
+    assert adapters.lora_dropout(tmp_path / "own") == 0.25
+    with pytest.raises(ValueError, match="lora_dropout must be at least 0 and below 1, got 2"):
+        adapters.lora_dropout(write(lora_dropout=2))
 
 
 def test_what_peft_would_ignore_is_a_warning(base, tmp_path):
     """DeepSeek's first layer is dense: beside experts PEFT reads its MLP as parameters, which have no DoRA there."""
-    adapted = tuned(base("deepseek_experts"), [adapters.Rule(adapters.LoRA(2, 4, dora=True), match="*.down")])
+    model, own = base("deepseek_experts"), tmp_path / "own"
+    adapted = tuned(model, [adapters.Rule(adapters.LoRA(2, 4, dora=True), match="*.down")])
     with pytest.warns(UserWarning, match=r"own: PEFT: ignores \d+ dense MLP modules beside experts, such as"):
-        adapters.save(adapted, tmp_path / "own", experts="each")
+        adapters.save(adapted, own, experts="each")
+    with pytest.raises(ValueError, match="experts.* PEFT has no DoRA for fused experts"):
+        adapters.save(adapted, own, experts="fused")
+
+    tensors = load_file(own / "adapter_model.safetensors")
+    rest = {name: value for name, value in tensors.items() if ".experts.1." not in name}
+    save_file(rest, own / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"all \d+ experts must have adapters, there are none of \[1\]"):
+        adapters.load(model, own)
+    save_file(tensors, own / "adapter_model.safetensors")
+    config = json.loads((own / "adapter_config.json").read_text())
+    (own / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": {"experts.1.down_proj": 9}}))
+    with pytest.raises(ValueError, match="experts of a layer must have one rank and alpha"):
+        adapters.load(model, own)
 
 
 def test_readers_are_told_the_rank_that_is_written(files, tmp_path):

@@ -207,6 +207,9 @@ def test_what_cannot_be_read_is_refused(bases, tmp_path):
     save_file(few, adapter / TENSORS)
     with pytest.raises(ValueError, match=r"some layers of layers\.groups\.0\.0\.\w+"):
         adapters.load(bases["tied"][1], adapter, into_base=True)
+    save_file({n: v[1:] if "input_layernorm" in n else v for n, v in few.items()}, adapter / TENSORS)
+    with pytest.raises(ValueError, match=r"input_layernorm.weight must be \(\d+,\), got"):
+        adapters.load(bases["tied"][1], adapter, into_base=True)
 
     adapter, *_ = golden_file(("head", "saved_none", "kept_tied", "dora", "frozen"), tmp_path / "head")
     small = quantization.for_inference(
@@ -217,6 +220,9 @@ def test_what_cannot_be_read_is_refused(bases, tmp_path):
     tensors = load_file(adapter / TENSORS)
     save_file({n: v for n, v in tensors.items() if "lm_head.lora_magnitude" not in n}, adapter / TENSORS)
     with pytest.raises(ValueError, match="lm_head: use_dora and lora_magnitude_vector require each other"):
+        adapters.load(bases["tied"][1], adapter, into_base=True)
+    save_file({n: v[:, 1:] if "lm_head.lora_A" in n else v for n, v in tensors.items()}, adapter / TENSORS)
+    with pytest.raises(ValueError, match="lm_head: factors must have rank .* and fit the table"):
         adapters.load(bases["tied"][1], adapter, into_base=True)
 
 

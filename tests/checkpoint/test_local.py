@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -16,8 +17,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlib.checkpoint import Checkpointer, DamagedError, Local, SaveError, Tiers
-from maxlib.checkpoint._parts import Part, peers_of
+from maxlib.checkpoint import Checkpointer, DamagedError, Local, SaveError, Tiers, _replicas
+from maxlib.checkpoint._parts import Part, PartStore, _Server, peers_of
 from tests.checkpoint import local_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ def test_a_damaged_step_is_refused_and_the_next_tier_is_read(tmp_path, damage):
         tiers.wait()
         near = tiers.tiers[0]
         damage(next((tmp_path / "near").glob("3-*/*")))
-        assert near.verify(3)
+        assert tiers.verify(3) == near.verify(3) != [] and tiers.verify(2) == []
         with pytest.raises(DamagedError):
             near.restore(like={"params": params})
         assert tiers.restore(like={"params": params})["meta"]["step"] == 2
@@ -116,6 +117,15 @@ def test_a_save_that_fails_is_reported_and_the_step_before_stays(tmp_path):
         with pytest.raises(SaveError, match="Step 2"):
             local.wait()
         assert local.steps() == [1] and local.unsaved() is not None
+        with pytest.raises(FileNotFoundError, match="7"):
+            local.restore(7, like={"params": {"w": jnp.ones(3)}})
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match="Checkpoints cannot be written to .*file"):
+        Local(tmp_path / "file", every=1)
+    with pytest.raises(ValueError, match="peers of at least 0; got .*, 0, None, 3 and 1"):
+        Local(tmp_path, every=0)
+    with pytest.raises(ValueError, match="Tiers needs at least one Checkpointer"):
+        Tiers()
 
 
 def test_peers_are_on_other_hosts_and_spread():
@@ -123,6 +133,66 @@ def test_peers_are_on_other_hosts_and_spread():
     assert [peers_of(i, list("aabb"))[0] for i in range(4)] == [2, 3, 0, 1]
     assert peers_of(0, list("aaa")) == [1, 2] and peers_of(0, ["a"]) == []
     assert Part.parse("../../etc/1-of-2") is None and Part.parse(str(Part(3, "ab", 0, 2))) == Part(3, "ab", 0, 2)
+
+
+def test_parts_go_to_peers_and_come_from_them(tmp_path, monkeypatch):
+    """Here a process is its own peer; nobody without the secret is served."""
+    store = PartStore(tmp_path / "own", peers=0)
+    peer = PartStore(tmp_path / "peer", peers=0)
+    peer._server, peer.secret = _Server(peer), store.secret
+    threading.Thread(target=peer._server.serve_forever, daemon=True).start()
+    store._processes.append({"address": "127.0.0.1", "port": peer._server.server_port})
+    store.peers, part = [1], Part(3, "ab", 0, 2)
+    store.holders = {part: [0, 1]}
+    store.write(part, [b"0123", b"4567"])
+    store.copy(part)
+    (store.directory / str(part)).unlink()
+    assert store.read(part, lambda read_range: read_range(2, 4)) == b"2345" and peer.held() == [part]
+    with pytest.raises(OSError, match="GET 4-ab/0-of-2.0-8 was answered with 404"):
+        store._read_range(1, Part(4, "ab", 0, 2), 0, 8)
+    with pytest.raises(OSError, match="was answered with 404"):
+        store._request(1, "PUT", "../outside", body=b"x")
+    peer.write(part, [b"01234567"])
+    monkeypatch.setattr(peer, "write", lambda part, chunks: _raise(OSError("disk full")))
+    shutil.copytree(peer.directory, store.directory, dirs_exist_ok=True)
+    with pytest.raises(OSError, match="was answered with 507 disk full"):
+        store.copy(part)
+    store.secret = "guessed"
+    with pytest.raises(OSError, match="was answered with 403"):
+        store._read_range(1, part, 0, 8)
+    peer.close()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_what_replicas_share_is_read_once_and_merged_bit_for_bit(monkeypatch):
+    mesh = jax.make_mesh((2, 4), ("replica", "b"), axis_types=(AxisType.Auto,) * 2)
+    values = {
+        "w": np.array([-0.0, np.nan, 1.5, -2.0], np.float32),
+        "half": np.array([-0.0, 1.5] * 4, jnp.bfloat16),
+        "ids": np.arange(-4, 4, dtype=np.int32),
+    }
+    split = NamedSharding(mesh, P("b"))
+    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for name, x in values.items()}
+    with monkeypatch.context() as two_hosts:
+        two_hosts.setattr(jax, "process_count", lambda: 2)
+        assert _replicas.replica_axis(abstract["w"]) is None  # both replicas are on one host
+        two_hosts.setattr(_replicas, "_hosts", lambda mesh, axis: [{0}, {1}] if axis == 0 else [{0, 1}] * 4)
+        assert [_replicas.replica_axis(leaf) for leaf in abstract.values()] == [0, 0, 0]
+        complex_leaf = jax.ShapeDtypeStruct((4,), jnp.complex64, sharding=split)
+        assert _replicas.replica_axis(complex_leaf) is None
+
+    def read_here(leaves):
+        assert all(leaf.sharding.mesh.devices.shape == (1, 4) for leaf in leaves.values())
+        return {name: jax.device_put(values[name], leaf.sharding) for name, leaf in leaves.items()}
+
+    monkeypatch.setattr(_replicas, "replica_axis", lambda leaf: 0)
+    loaded = _replicas.load(lambda others: dict(others), read_here, abstract)
+    for name, x in values.items():
+        assert loaded[name].sharding == split
+        np.testing.assert_array_equal(np.asarray(loaded[name]).view(np.uint8), x.view(np.uint8))
 
 
 def start(directory: Path, processes: int = 4) -> list[subprocess.Popen]:

@@ -138,6 +138,15 @@ def test_weights_of_turns_that_are_not_asked_for_or_are_none(tokenizer):
             tokenized(tokenizer, chat=[*CHAT[:3], CHAT[3] | {"weight": weight}], turn_weights=True)
 
 
+def test_what_is_no_chat_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="'messages' must be a list of objects with a 'role', got"):
+        tokenized(tokenizer, chat=["Hello"])
+    with pytest.raises(ValueError, match=r"a chat needs 'messages', got \['text'\]"):
+        data.tokenize_chats(data.in_memory(["x"]), tokenizer, ChatTemplate(PLAIN))[0]
+    with pytest.raises(ValueError, match="the chosen turns have no tokens"):
+        tokenized(tokenizer, "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+
+
 def test_from_files_a_record_that_fails_is_named(tokenizer, tmp_path):
     path = tmp_path / "chats.jsonl"
     lines = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"messages": [*CHAT[:1], {"role": "assistant"}]}]

@@ -225,6 +225,8 @@ def test_directories_of_other_processors_are_refused(tmp_path):
     path.write_text(json.dumps({"image_processor_type": "SiglipImageProcessor"}))
     with pytest.raises(ValueError, match="must be one of Qwen2VLImageProcessor, .*, got 'SiglipImageProcessor'"):
         data.ImageProcessor.from_directory(tmp_path)
+    with pytest.raises(ValueError, match="an image must be at most 8 times as long as wide"):
+        data.PixtralImageProcessor(image_token=1, break_token=2, end_token=3, longest_edge=8).size(1, 90)
     path.write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "resample": 2}))
     with pytest.raises(ValueError, match="resample must be 3, got 2"):
         data.ImageProcessor.from_directory(tmp_path)

@@ -130,6 +130,16 @@ def test_blends_are_those_of_blended_dataset(megatron, tmp_path, weights, num_sa
     np.testing.assert_array_equal(rows(ours), wanted)
 
 
+def test_blends_follow_their_weights(tmp_path):
+    """After every sample, no source is a whole sample away from its share."""
+    documents = [[np.append(np.full(20, 2 + i), EOD)] * 40 for i in range(3)]
+    prefixes = [write(tmp_path / name, corpus) for name, corpus in zip("abc", documents, strict=True)]
+    for source, shares in ((dict(zip(prefixes, (3, 5, 2), strict=True)), (0.3, 0.5, 0.2)), (prefixes, (1 / 3,) * 3)):
+        samples = rows(data.megatron_samples(source, length=LENGTH, num_samples=90, seed=SEED))
+        counts = np.cumsum(samples.max(axis=1)[:, None] == np.arange(2, 5), axis=0)
+        assert len(samples) == 90 and (np.abs(counts - np.outer(np.arange(1, 91), shares)) <= 1).all()
+
+
 def test_documents_apart(megatron, tmp_path):
     prefix = write(tmp_path / "corpus", corpus(2, longest=9))
     resets = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
@@ -170,6 +180,10 @@ def test_damaged_and_mistaken(tmp_path):
         data.megatron_samples(prefix, length=5000)
     with pytest.raises(ValueError, match="split must have up to three shares"):
         data.megatron_samples(prefix, length=8, split=(1, 0, 0, 1))
+    with pytest.raises(ValueError, match="length and num_samples must be at least 1, got 0 and None"):
+        data.megatron_samples(prefix, length=0)
+    with pytest.raises(ValueError, match="at least one prefix, got none"):
+        data.megatron_samples([], length=8)
     with pytest.raises(ValueError, match="need positive ones and num_samples="):
         data.megatron_samples({prefix: 1.0}, length=8)
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")

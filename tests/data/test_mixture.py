@@ -239,6 +239,16 @@ def test_what_does_not_fit_is_refused():
         mixture(weights=curriculum)
     with pytest.raises(ValueError, match="already repeats"):
         mixture(sources={**SOURCES, "web": SOURCES["web"].repeat()})
+    with pytest.raises(ValueError, match="at least one source, got none"):
+        data.Mixture({}, seed=0)
+    with pytest.raises(ValueError, match="epochs must be at least 1, got 0 for the source 'wiki'"):
+        mixture(epochs={"wiki": 0})
+    with pytest.raises(ValueError, match="The source 'mixed' is a Mixture, which sets its own epochs"):
+        data.Mixture({"mixed": mixture()}, weights={"mixed": 1}, epochs={"mixed": 2}, seed=0)
+    with pytest.raises(ValueError, match=r"The sizes of \['mixed'\] are not known: name weights="):
+        data.Mixture({"mixed": mixture(), "web": SOURCES["web"]}, seed=0)
+    with pytest.raises(ValueError, match=r"'web' has documents without 'tokens', \['text'\]: use tokenize"):
+        drawn(data.Mixture({"web": data.in_memory(["a text"])}, seed=0), 1)
     with pytest.raises(ValueError, match="at step 0 must name a non-negative number"):
         drawn(mixture(weights=lambda step: {"web": -1}, tokens_per_step=1), 1)
     with pytest.raises(ValueError, match=r"exhausted after \d+ tokens of this shard, while \['code'\] have weight 0"):

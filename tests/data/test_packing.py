@@ -171,6 +171,8 @@ def test_bad_arguments():
         data.pack(docs, length=1)
     with pytest.raises(ValueError, match="bins must be at least 1, got 0"):
         data.pack(docs, length=4, bins=0)
+    with pytest.raises(ValueError, match="each document's 'source' must be one of them, got None"):
+        next(iter(data.pack(docs, length=4, sources=["web"])))
     with pytest.raises(ValueError, match="documents need 'tokens'"):
         next(iter(data.pack(data.in_memory(["text"]), length=4)))
     with pytest.raises(ValueError, match=r"'targets' must be as long as 'tokens', got 1 and 2"):

@@ -116,6 +116,7 @@ def test_undecodable_text_names_file_and_byte(tmp_path, document, byte):
         (b'{"txt": "a"}', "byte 14: the field 'text' must hold text, got None; fields here: .'txt'."),
         (b'{"text": "  "}', "byte 14: the field 'text' must hold text, got '  '"),
         (b'{"text": 3}', "byte 14: the field 'text' must hold text, got 3"),
+        (b'{"text": "\\ud800"}', "byte 14: the field 'text' must be valid Unicode"),
     ],
 )
 def test_bad_jsonl_names_file_and_byte(tmp_path, line, message):
@@ -124,11 +125,19 @@ def test_bad_jsonl_names_file_and_byte(tmp_path, line, message):
         data.jsonl(path)
 
 
-@pytest.mark.parametrize("content", [b"", b" \n\n", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "there is no text"),
+        (b" \n\n", "there is no text"),
+        (b"\xef\xbb\xbf", "there is no text"),
+        ("\u2003".encode(), "the document is empty. Remove it"),
+    ],
+)
 @pytest.mark.parametrize("document", ["file", "line", "paragraph"])
-def test_file_without_text(tmp_path, content, document):
+def test_file_without_text(tmp_path, content, message, document):
     good, empty = write(tmp_path / "a.txt", "text"), write(tmp_path / "empty.txt", content)
-    with pytest.raises(ValueError, match=r"empty.txt: byte 0: there is no text"):
+    with pytest.raises(ValueError, match=f"empty.txt: byte 0: {message}"):
         data.text_files([good, empty], document=document)
 
 
@@ -137,6 +146,9 @@ def test_bad_array_record_names_file_and_record(tmp_path):
     documents = data.array_record(path)
     with pytest.raises(ValueError, match=r"a.array_record: record 1: byte 2: text must be UTF-8"):
         documents[1]
+    broken = write(tmp_path / "c.array_record", path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"c.array_record: this is no ArrayRecord file, or a damaged one"):
+        data.array_record(broken)
     with pytest.raises(ValueError, match=r"b.array_record: byte 0: there is no record"):
         data.array_record(write_records(tmp_path / "b.array_record", []))
 

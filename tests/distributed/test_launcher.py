@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from maxlib.distributed.__main__ import main
 from maxlib.distributed._launcher import LockedError, furthest, launch
 
 ROOT = Path(__file__).parents[2]
@@ -61,11 +62,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert starts(tmp_path) == [1] * 5 and furthest(tmp_path) == 4
 
 
-def test_gives_up_with_the_status_of_the_process_that_died(tmp_path, capfd):
+def test_gives_up_with_the_status_of_the_process_that_died(tmp_path, monkeypatch, capfd):
+    words = ["maxlib.distributed", "launch", "--directory", str(tmp_path), "--processes", "1", "--"]
     body = "step(5); os.kill(os.getpid(), signal.SIGKILL)"
-    assert launch(program(tmp_path, body), tmp_path, processes=[1], retries=1) == 137
+    monkeypatch.setattr(sys, "argv", [*words, *program(tmp_path, body)])
+    assert main() == 137
     assert starts(tmp_path) == [1] * 3  # the first came to step 5, the others no further
     assert "giving up: 2 consecutive starts made no progress beyond step 5" in capfd.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*words[:-2], "one", "--", "true"])
+    assert main() == 2 and "maxlib.distributed: invalid literal for int()" in capfd.readouterr().err
 
 
 def test_those_that_hang_after_a_death_are_killed(tmp_path):

@@ -229,8 +229,33 @@ def test_texts_end_a_row_and_processors_change_one(model):
     assert got.log_probs[place] < free.log_probs[place] and other.result().tokens == free.tokens
     with pytest.raises(OverflowError, match="no"):
         wrong.result()
+    engine = LocalEngine(model, dtype=jnp.float32)
     with pytest.raises(ValueError, match="stop needs the text of tokens"):
-        LocalEngine(model, dtype=jnp.float32).submit([1], max_new_tokens=1, stop=["a"])
+        engine.submit([1], max_new_tokens=1, stop=["a"])
+    with pytest.raises(ValueError, match="stop must be a list of texts, got 'a'"):
+        engine.submit([1], max_new_tokens=1, stop="a")
+    assert engine.cache_bytes == 0 and engine.submit([1], max_new_tokens=1).result().tokens and engine.cache_bytes > 0
+    with pytest.raises(ValueError, match="keys must be of one implementation, got rbg after threefry2x32"):
+        engine.submit([1], max_new_tokens=1, sampler=Sampler(), key=jax.random.key(0, impl="rbg"))
+
+
+def test_an_error_of_a_step_ends_all_requests_and_not_the_engine(model, monkeypatch):
+    engine = LocalEngine(model, slots=1, capacity=96, dtype=jnp.float32)
+    want = engine.submit(PROMPTS[4], max_new_tokens=3).result().tokens
+    running, waiting = (engine.submit(PROMPTS[4], max_new_tokens=3) for _ in range(2))
+    engine.step()
+
+    async def read(request):
+        return [token async for token in request]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "_step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            running.result()
+    for read_on in (waiting.result, lambda: list(waiting), lambda: asyncio.run(read(waiting))):
+        with pytest.raises(ZeroDivisionError):
+            read_on()
+    assert engine.is_idle and engine.submit(PROMPTS[4], max_new_tokens=3).result().tokens == want
 
 
 def test_slots_grow_while_rows_run(model):

@@ -122,6 +122,15 @@ def test_a_low_temperature_draws_the_best(temperature):
     np.testing.assert_array_equal(draws.log_prob[:, 0], [0, 0])
 
 
+def test_draws_without_the_text_so_far_have_no_penalties():
+    logits, keys = jnp.log(jnp.asarray([[0.6, 0.3, 0.1]] * 64)), jax.random.split(jax.random.key(0), 64)
+    assert set(Sampler(top_p=0.7)(logits, keys).tolist()) == {0, 1}
+    with pytest.raises(ValueError, match=r"penalties need the tokens so far: sample with inference\.LocalEngine"):
+        Sampler(presence_penalty=1.0)(logits, keys)
+    with pytest.raises(ValueError, match="repetition_penalty must be above 0"):
+        Sampler(repetition_penalty=0)
+
+
 def test_threads_never_get_one_key():
     keys = Keys(0)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

@@ -110,7 +110,10 @@ def test_newer_deepseek_calls_are_read():
     [
         ('<tool_call>\n{"name": "find", "argum', "hermes"),
         ('<tool_call>{"name": "find", "arguments": [1]}</tool_call>', "hermes"),
+        ("<tool_call>[1]</tool_call>", "hermes"),
+        ('<tool_call>{"name": "find", "arguments": "{"}</tool_call>', "hermes"),
         ("<tool_call><function=find><parameter=text>a", "hermes"),
+        ('<｜DSML｜function_calls><｜DSML｜invoke name="find">', "deepseek"),
         ('<tool_call>{"name": "find", "arguments": {"text": NaN}}</tool_call>', "hermes"),
         ("<|python_tag|>search.call(query=1)", "llama3"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{", "deepseek"),

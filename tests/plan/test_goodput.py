@@ -82,6 +82,7 @@ def test_failures_of_a_log():
     # 100 trained, 20 saving, 10 lost, 360 restarting; 100 trained, 20 saving, 10 lost, 360 restarting; 20 trained
     shares = run.useful, run.saving, run.lost, run.restarting
     assert run.failures == 2 and shares == pytest.approx((0.22, 0.04, 0.02, 0.72))
+    assert "with 2 failures: useful 22.0 %, lost 2.0 %, saving 4.0 %, restarting 72.0 %" in str(run)
 
 
 def test_what_cannot_be():
@@ -89,6 +90,8 @@ def test_what_cannot_be():
         dataclasses.replace(CLUSTER, tiers=[LOCAL])
     with pytest.raises(ValueError, match="positive interval for each of 1 tiers"):
         plan.simulate_goodput(CLUSTER, [])
+    with pytest.raises(ValueError, match="failures must be rising times in seconds"):
+        plan.simulate_goodput(CLUSTER, [100.0], failures=[620.0, 130.0])
     with pytest.raises(ValueError, match=r"share in \(0, 1\]"):
         plan.Tier(save=1, restore=1, survives=1.5)
     with pytest.raises(ValueError, match="straggling at least 1"):
