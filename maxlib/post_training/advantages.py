@@ -200,8 +200,12 @@ class AdaptiveEntropy:
 
     def __call__(self, batch: Mapping[str, Any]) -> Float[np.ndarray, " B"]:
         """Returns the factor for each row of a batch with `targets` and `sampler_log_probs`."""
+        log_probs = np.asarray(batch["sampler_log_probs"])
         learned = np.asarray(batch["targets"]) >= 0
-        is_low = -np.mean(batch["sampler_log_probs"], where=learned) <= self.target
+        scored = log_probs[learned & ~np.isnan(log_probs)]
+        if not scored.size:  # nothing tells the entropy
+            return np.zeros(len(learned), np.float32)
+        is_low = -np.mean(scored) <= self.target
         changed = self.factor + (self.delta if is_low else -self.delta)
         self.factor = min(max(changed, self.low), self.high)
         return np.full(len(learned), self.factor if is_low else 0.0, np.float32)

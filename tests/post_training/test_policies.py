@@ -48,6 +48,11 @@ def test_the_factor_of_the_entropy_follows_a_target():
     want = [0.013, 0.015, 0.015, 0.0, 0.0, 0.0, 0.0]
     np.testing.assert_allclose(factors, [[x, x] for x in want], rtol=1e-6)
     assert entropy.factor == 0
+    entropy.factor = 0.01
+    assert entropy(batch(NAN)).tolist() == [0, 0] and entropy.factor == 0.01  # nothing is known of the entropy
+    one = batch(0.1)
+    one["sampler_log_probs"][0, 0] = NAN
+    np.testing.assert_allclose(entropy(one), 0.015)
 
 
 def test_leave_one_out():
