@@ -114,7 +114,12 @@ def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
         lengths: Numbers of tokens.
         longest: Maximum length.
         buffer: Number of tokens over which the penalty grows.
+
+    Raises:
+        ValueError: when `buffer` is not positive.
     """
+    if not buffer > 0:
+        raise ValueError(f"buffer must be a positive number of tokens, over which the penalty grows, got {buffer}")
     return np.clip((np.asarray(lengths) - (longest - buffer)) / buffer, 0.0, 1.0)
 
 

@@ -106,6 +106,8 @@ def test_penalties():
     np.testing.assert_allclose(
         pt.advantages.overlong_penalty([6, 8, 9, 10, 12], longest=10, buffer=2), [0, 0, 0.5, 1, 1]
     )
+    with pytest.raises(ValueError, match="buffer must be a positive number"):
+        pt.advantages.overlong_penalty([10], longest=10, buffer=0)  # 0 / 0
     got = pt.advantages.kl_penalized(
         [1.0, 0.0], [[-1.0, -2.0], [-1.0, 9.0]], [[-2.0, -2.5], [-1.5, 0.0]], [[1, 1], [1, 0]], beta=0.1
     )
