@@ -67,8 +67,16 @@ def gae(
 
     Returns:
         The advantages, and the returns A + V that the critic learns; 0 outside of the mask.
+
+    Raises:
+        ValueError: when shapes differ.
     """
     rewards, values, mask = np.asarray(rewards, np.float64), np.asarray(values, np.float64), np.asarray(mask, bool)
+    if not rewards.shape == values.shape == mask.shape:
+        raise ValueError(
+            f"rewards, values and mask must be B T each, aligned with targets, got {rewards.shape}, {values.shape} and "
+            f"{mask.shape}"
+        )
     advantages = np.zeros(mask.shape)
     next_value, carry = np.zeros(len(mask)), np.zeros(len(mask))
     ids = np.ones(mask.shape, int) if segment_ids is None else np.asarray(segment_ids)
