@@ -111,7 +111,12 @@ def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> opt
     Args:
         optimizer: The complete optimizer.
         decay: Weight of the old average at each step.
+
+    Raises:
+        ValueError: when `decay` is not in [0, 1).
     """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay is the weight of the old average, in [0, 1), such as 0.999, got {decay}")
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params):

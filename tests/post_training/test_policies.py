@@ -260,6 +260,15 @@ def test_sequences_whose_mean_ratio_is_far_are_rejected():
 
 
 def test_settings_out_of_range():
+    for wrong, message in (
+        (lambda: pt.KTO(0.0), "beta must be positive"),
+        (lambda: pt.GRPO(top_entropy=20), "a share of the tokens"),  # and no percentage
+        (lambda: pt.VESPO(top_entropy=0), "a share of the tokens"),
+        (lambda: pt.RolloutCorrection("token", 5.0, 2.0), "must not exceed the largest"),
+        (lambda: pt.RolloutCorrection(None, keep=(1.001, 0.999)), "must not exceed the largest"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
     with pytest.raises(ValueError, match="beta must be positive"):
         pt.DPO(0.0)
     with pytest.raises(ValueError, match=r"in \[0, 0.5\)"):
