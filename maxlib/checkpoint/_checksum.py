@@ -41,7 +41,10 @@ def digest(x: Any) -> Sums:
     if np.size(x) <= _FEW and _is_on_host(x):
         return _digest_on_host(np.asarray(x))
     with jax.set_mesh(NO_MESH):  # `x` may be on one device, independent of the caller's mesh
-        return _digest(_on_device(x) if isinstance(x, jax.Array) else _words_on_host(np.asarray(x)))
+        sums = _digest(_on_device(x) if isinstance(x, jax.Array) else _words_on_host(np.asarray(x)))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable and jax.default_backend() == "cpu":
+        jax.block_until_ready(sums)  # processes on CPUs run several programs in any order, and wait for each other
+    return sums
 
 
 def to_hex(sums: Sums) -> str:

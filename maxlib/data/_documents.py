@@ -99,9 +99,13 @@ def is_weight(weight: Any) -> bool:
 
 
 def text_of(document: Document) -> str:
-    """Returns the text of a document. Raises ValueError for one without."""
+    """Returns the text of a document. Raises ValueError for one without, and for half of a surrogate pair in it."""
     if "text" not in document:
         raise ValueError(f"To be tokenized, documents need 'text', got {sorted(document)}.")
+    try:
+        document["text"].encode()  # tokenizers only say that it is no text
+    except UnicodeEncodeError as error:
+        raise ValueError(f"A document's 'text' must be valid Unicode: {error}. Remove these characters.") from error
     return document["text"]
 
 

@@ -78,7 +78,8 @@ def _padded(document: Document, length: int, overlong: Overlong, room: "Room") -
     size = len(document["tokens"])
     if size > length and (overlong == "error" or has_media(document)):
         raise ValueError(
-            f"a document of {size} tokens does not fit a row of {length}: give overlong='truncate' or 'drop'"
+            f"a document of {size} tokens does not fit a row of {length}: make rows longer, cut it, or give `pad` "
+            "overlong='truncate' or 'drop'"
         )
     room.check_expected(document, "pad")
     counts = room.counts(document)

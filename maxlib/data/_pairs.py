@@ -144,7 +144,7 @@ def _pair(
 ) -> Row:
     if not {"chosen", "rejected"} <= document.keys():
         raise ValueError(f"a pair needs the messages 'chosen' and 'rejected', got {sorted(document)}")
-    chosen, rejected = ([*document.get("prompt", []), *document[half]] for half in ("chosen", "rejected"))
+    chosen, rejected = ([*(document.get("prompt") or []), *document[half]] for half in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise ValueError(
             "chosen and rejected must answer the same prompt, but the messages before their last turns differ"

@@ -31,7 +31,7 @@ class TokenFile:
     """
 
     def __init__(self, file: File, dtype: np.dtype, offset: int = 0):
-        self._file, self._dtype, self._offset = file, dtype, offset
+        self._file, self.dtype, self._offset = file, dtype, offset
         size = size_of(file) - offset
         if size < 0 or size % dtype.itemsize:
             raise ValueError(f"{file}: {size} bytes are no array of {dtype}: name the dtype it was written with.")
@@ -51,15 +51,15 @@ class TokenFile:
         """Reads tokens `start` to `stop` in the file's type."""
         if not is_remote(self._file):
             return self._mapped[start:stop]
-        width = self._dtype.itemsize
+        width = self.dtype.itemsize
         data = read_range(self._file, self._offset + start * width, self._offset + stop * width)
-        return np.frombuffer(data, self._dtype)
+        return np.frombuffer(data, self.dtype)
 
     @functools.cached_property
     def _mapped(self) -> np.ndarray:
         if not self._length:
-            return np.zeros(0, self._dtype)
-        return np.memmap(str(self._file), self._dtype, "r", self._offset, (self._length,))
+            return np.zeros(0, self.dtype)
+        return np.memmap(str(self._file), self.dtype, "r", self._offset, (self._length,))
 
 
 def numpy_tokens(
@@ -132,6 +132,8 @@ def _ends(tokens: TokenFile, length: int | None, eos_id: int | None) -> Any:
     """Returns where the documents of a file end."""
     if length is not None:
         return range(length, len(tokens) + 1, length)
+    if eos_id is not None and not 0 <= eos_id <= np.iinfo(tokens.dtype).max:
+        raise ValueError(f"{tokens.dtype} holds no eos_id={eos_id}: name the tokenizer's id, and the files' dtype")
     starts = range(0, len(tokens), _SCANNED)
     pieces = [i + 1 + np.flatnonzero(tokens.raw(i, min(i + _SCANNED, len(tokens))) == eos_id) for i in starts]
     ends = np.concatenate([np.zeros(1, np.int64), *pieces])[1:]

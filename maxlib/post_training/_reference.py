@@ -76,9 +76,9 @@ class MovingReference:
                 return reference
             return (self.alpha * policy + (1 - self.alpha) * reference).astype(reference.dtype)
 
-        moved = WithFrozen(model.trained, jax.tree.map(mixed, model.trained, model.frozen))
-        rest = nn.partition(moved, lambda path, _: path in state.trainable)[1]
-        trainer.state = dataclasses.replace(state, rest=rest)
+        moved = nn.variables({"frozen": jax.tree.map(mixed, model.trained, model.frozen)})
+        values = {path: variable.get_value() for path, variable in moved.items()}
+        trainer.state = dataclasses.replace(state, rest=nn.combine(values, state.rest))
 
 
 def log_probs(

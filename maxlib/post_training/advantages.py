@@ -114,7 +114,12 @@ def overlong_penalty(lengths: Any, *, longest: int, buffer: int) -> np.ndarray:
         lengths: Numbers of tokens.
         longest: Maximum length.
         buffer: Number of tokens over which the penalty grows.
+
+    Raises:
+        ValueError: when `buffer` is not positive.
     """
+    if not buffer > 0:
+        raise ValueError(f"buffer must be a positive number of tokens, over which the penalty grows, got {buffer}")
     return np.clip((np.asarray(lengths) - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
@@ -200,8 +205,12 @@ class AdaptiveEntropy:
 
     def __call__(self, batch: Mapping[str, Any]) -> Float[np.ndarray, " B"]:
         """Returns the factor for each row of a batch with `targets` and `sampler_log_probs`."""
+        log_probs = np.asarray(batch["sampler_log_probs"])
         learned = np.asarray(batch["targets"]) >= 0
-        is_low = -np.mean(batch["sampler_log_probs"], where=learned) <= self.target
+        scored = log_probs[learned & ~np.isnan(log_probs)]
+        if not scored.size:  # nothing tells the entropy
+            return np.zeros(len(learned), np.float32)
+        is_low = -np.mean(scored) <= self.target
         changed = self.factor + (self.delta if is_low else -self.delta)
         self.factor = min(max(changed, self.low), self.high)
         return np.full(len(learned), self.factor if is_low else 0.0, np.float32)

@@ -231,6 +231,9 @@ class RolloutCorrection:
     def __post_init__(self):
         check_choice("by", self.by, ("token", "sequence", None))
         check_choice("outside", self.outside, ("clip", "zero"))
+        for low, high in ((self.low, self.high), self.keep or (None, None)):
+            if low is not None and high is not None and not low <= high:
+                raise ValueError(f"the smallest ratio must not exceed the largest, got {low} and {high}")
 
     def __call__(self, trained: Tokens, sampler: Tokens, mask: Mask, segment_ids: Segments) -> Tokens:
         """Computes the constant weight of each token; a NaN log-probability counts as equal.
@@ -341,6 +344,10 @@ class PolicyLoss(ReferencedLoss):
         "sampler_log_probs",
         "routed_experts",
     )
+
+    def __post_init__(self):
+        if not 0 < self.top_entropy <= 1:
+            raise ValueError(f"top_entropy is a share of the tokens, above 0 and at most 1, got {self.top_entropy}")
 
     def prepare(self, model: Any, batch: Batch, *, dtype: Any, remat: nn.remat.Policy) -> tuple[Any, Batch]:
         """Returns the model, with the routes of the batch, and the batch with what the loss compares."""
@@ -520,6 +527,7 @@ class VESPO(PolicyLoss):
     mean: Mean = "token"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.correction is not None:
             raise ValueError(
                 "VESPO's weight is a correction: put the sampler's log-probabilities into batch['old_log_probs'] and "

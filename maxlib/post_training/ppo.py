@@ -31,13 +31,21 @@ def token_rewards(
         old: Log-probabilities under the sampling policy.
         reference: Those under the reference; None for no penalty.
         beta: β, the strength of the pull to the reference.
+
+    Raises:
+        ValueError: when a row with sampled tokens has no score, NaN as that of a reward that failed.
     """
-    mask = np.asarray(mask, bool)
+    mask, scores = np.asarray(mask, bool), np.asarray(scores, np.float64)
+    if not np.isfinite(scores[mask.any(axis=1)]).all():
+        raise ValueError(
+            f"scores must be finite, or `gae` and `whiten` make the advantages of all rows NaN; got {scores}: leave out "
+            "rows without a score, mask and targets"
+        )
     rewards = np.zeros(mask.shape)
     if reference is not None:
         rewards -= np.where(mask, beta * (np.asarray(old, np.float64) - np.asarray(reference, np.float64)), 0)
     last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
-    rewards[np.arange(len(mask)), last] += np.where(mask.any(axis=1), np.asarray(scores, np.float64), 0)
+    rewards[np.arange(len(mask)), last] += np.where(mask.any(axis=1), scores, 0)
     return rewards
 
 
@@ -59,8 +67,16 @@ def gae(
 
     Returns:
         The advantages, and the returns A + V that the critic learns; 0 outside of the mask.
+
+    Raises:
+        ValueError: when shapes differ.
     """
     rewards, values, mask = np.asarray(rewards, np.float64), np.asarray(values, np.float64), np.asarray(mask, bool)
+    if not rewards.shape == values.shape == mask.shape:
+        raise ValueError(
+            f"rewards, values and mask must be B T each, aligned with targets, got {rewards.shape}, {values.shape} and "
+            f"{mask.shape}"
+        )
     advantages = np.zeros(mask.shape)
     next_value, carry = np.zeros(len(mask)), np.zeros(len(mask))
     ids = np.ones(mask.shape, int) if segment_ids is None else np.asarray(segment_ids)

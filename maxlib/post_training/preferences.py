@@ -492,6 +492,7 @@ class KTO(ReferencedLoss):
     reads: ClassVar[Collection[str]] = ("desirable", "mismatched", "kl_baseline", "reference_log_probs")
 
     def __post_init__(self):
+        _check_scale(self.beta)
         check_choice("loss_type", self.loss_type, ("kto", "apo_zero_unpaired", "bco"))
 
     def of_answers(self, x: Pairs, desirable: Bool[Array, "*P"], z: Float[Array, "*#P"]) -> Pairs:

@@ -28,8 +28,8 @@ _ELSEWHERE = {
     "desirable": ("good", "label", "labels"),
     "kl_baseline": ("z", "kl"),
 }
-# Entries of maxlib.post_training's batches that a loss need not read.
-_MADE = {*_ELSEWHERE, "advantages", "sampler", "weight_versions", "mismatched", "reference_sampler"}
+# Entries of maxlib's batches that a loss need not read.
+_MADE = {*_ELSEWHERE, "sources", "advantages", "sampler", "weight_versions", "mismatched", "reference_sampler"}
 _MADE |= {"teacher_ids", "teacher_log_probs", "teacher_sampler"}
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "target_mask", "prompt_mask", "mask")
 
@@ -56,7 +56,7 @@ def check_batch_names(loss: str, batch: dict[str, Any], reads: Collection[str]) 
                 f"{loss} does not read batch['loss_weights'], so all targets would weigh the same: omit them, or train with "
                 "training.NextToken, MTP or DFT"
             )
-        if name not in known and (meant := _meant(name, known - batch.keys())) is not None:
+        if name not in {*known, *_MADE} and (meant := _meant(name, known - batch.keys())) is not None:
             raise ValueError(f"{loss} reads batch[{meant!r}], got {name!r}: rename it, or omit it")
 
 

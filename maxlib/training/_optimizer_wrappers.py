@@ -111,7 +111,12 @@ def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> opt
     Args:
         optimizer: The complete optimizer.
         decay: Weight of the old average at each step.
+
+    Raises:
+        ValueError: when `decay` is not in [0, 1).
     """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay is the weight of the old average, in [0, 1), such as 0.999, got {decay}")
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params):
@@ -121,7 +126,7 @@ def ema(optimizer: optax.GradientTransformation, *, decay: float = 0.999) -> opt
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
         def mean(a: Array, p: Array, u: Array) -> Array:
-            return decay * a + (1 - decay) * (p + u).astype(p.dtype)
+            return decay * a + (1 - decay) * (p + u).astype(p.dtype).astype(jnp.float32)
 
         average = jax.tree.map(mean, state.average, params, updates)
         return updates, EMAState(inner_state, average)
@@ -161,6 +166,17 @@ def ema_model(state: Any) -> Any:
         raise ValueError("this optimizer has no average of the parameters; wrap it: training.ema(optimizer)")
     cast = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.trainable)
     return nn.combine(cast, state.rest)
+
+
+def holds_parameters(opt_state: Any) -> bool:
+    """Returns True for an optimizer state that has arrays to which the parameters belong: averages, the other sequence
+    of a schedule-free optimizer, replicas of DiLoCo.
+    """
+
+    def holds(x: Any) -> bool:
+        return isinstance(x, EMAState | optax.contrib.ScheduleFreeState) or hasattr(x, "params")
+
+    return any(map(holds, jax.tree.leaves(opt_state, is_leaf=holds)))
 
 
 def _schedule_free_average(state: Any) -> dict[str, Array] | None:

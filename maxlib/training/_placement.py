@@ -189,6 +189,8 @@ def copy_model(model: Any, layout: sharding.Layout | None = None) -> Any:
     sharding.check_no_aliases(model)
 
     def copied(x: Any, to: Any) -> Any:
+        if to is not None and not to.is_fully_addressable and getattr(x, "is_fully_addressable", True):
+            return jax.device_put(np.array(x), to)  # of several processes, each of which has the whole array
         # To more devices, `device_put` may share the buffer on the first of them whatever `may_alias` says.
         copy = jax.device_put(x, getattr(x, "sharding", None), may_alias=False)
         return copy if to is None else jax.device_put(copy, to)

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from maxlib import checkpoint, distributed, nn, sharding
-from maxlib.training._state import TrainState, init_optimizer
+from maxlib.training._optimizer_wrappers import holds_parameters
+from maxlib.training._state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ def initial_state(
     resume_from: str | Path | None,
     params_from: str | Path | None,
     *,
-    optimizer: optax.GradientTransformation,
+    restart: Callable[[TrainState], TrainState],
     layout: sharding.Layout | None,
 ) -> tuple[TrainState, ResumePoint]:
     """Returns the initial state, as `Trainer.restore` describes.
@@ -48,7 +48,7 @@ def initial_state(
         checkpointer: As in `Trainer`.
         resume_from: As in `Trainer.restore`.
         params_from: As in `Trainer.restore`.
-        optimizer: As in `Trainer`.
+        restart: Returns a state with a new optimizer state.
         layout: As in `Trainer`.
     """
     base = None if checkpointer is None else checkpointer.base
@@ -66,7 +66,7 @@ def initial_state(
         return _resumed(state, restored, f"the checkpoint in {resume_from}")
     state = make()
     if params_from is not None:
-        return _with_parameters(state, Path(params_from), groupings, optimizer=optimizer, layout=layout)
+        return _with_parameters(state, Path(params_from), groupings, restart=restart, layout=layout)
     if step := int(state.step):
         return state, ResumePoint(f"nothing to restore, the state of step {step} stays")
     return state, ResumePoint(f"a new run, {nn.num_parameters(state.trainable):,} trained parameters")
@@ -77,14 +77,14 @@ def _with_parameters(
     directory: Path,
     groupings: Any,
     *,
-    optimizer: optax.GradientTransformation,
+    restart: Callable[[TrainState], TrainState],
     layout: sharding.Layout | None,
 ) -> tuple[TrainState, ResumePoint]:
     """Returns the state with the model in `directory`; before the first step, with a new optimizer state too."""
     step = int(state.step)
-    if step and optax.tree.get(state.opt_state, "average") is not None:
+    if step and holds_parameters(state.opt_state):
         raise ValueError(
-            f"at step {step} the optimizer's averages are of the parameters that params_from would replace: "
+            f"at step {step} the optimizer holds averages or copies of the parameters that params_from would replace: "
             "restore before the first step"
         )
     values = _model_values(state, directory, groupings, layout)
@@ -94,8 +94,7 @@ def _with_parameters(
         return new, ResumePoint(f"parameters from {directory}, step {step} with this run's optimizer state")
     # The optimizer state may contain the old parameters, as averages do.
     jax.tree.map(lambda x: x.delete(), state.opt_state)
-    new = dataclasses.replace(new, opt_state=init_optimizer(optimizer, trainable, new.rest))
-    return new, ResumePoint(f"parameters from {directory}, step 0")
+    return restart(new), ResumePoint(f"parameters from {directory}, step 0")
 
 
 def save(

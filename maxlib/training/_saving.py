@@ -184,11 +184,12 @@ class SaveManager:
             self._continue_or_raise(checkpointer)
 
     def export(self, step: int, state: TrainState, *, missing: bool = False, last: bool = False) -> None:
-        """Starts the exports that are due, or all of them at the `last` step; with `missing`, only those that do not
-        exist.
+        """Starts the exports that are due, or all of them at the `last` step, where those that were due exist; with
+        `missing`, only those that do not exist.
         """
         for export in self.exports:
-            if (last or export.due(step)) and not ((missing or last) and export.has(step)):
+            due = export.due(step)
+            if (last or due) and not ((missing or (last and due)) and export.has(step)):
                 self._try(lambda export=export: export.save(step, state), f"the export of step {step} to be taken")
 
     def export_is_due(self, step: int) -> bool:

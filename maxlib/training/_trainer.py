@@ -1,6 +1,7 @@
 """A small trainer around `make_train_step`: the loop, plus restoring, saving, metrics and stopping."""
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from maxlib.training._placement import copy_model, host_rows, shard_batch
 from maxlib.training._prefetch import StatefulLoader, as_loader, follow_layout
 from maxlib.training._restore import ResumePoint, initial_state
 from maxlib.training._saving import Export, SaveManager
-from maxlib.training._state import TrainState, abstract_state, is_builder, make_state
+from maxlib.training._state import TrainState, abstract_state, init_optimizer, is_builder, make_state
 from maxlib.training._step import jit_step, make_eval_step, make_train_step
 from maxlib.training.diloco import DiLoCo
 from maxlib.training.losses import Batch, LossFunction, NextToken
@@ -163,7 +164,7 @@ class Trainer:
         for e in evaluations.values():
             follow_layout(e.loader, layout)
         self.clock = GoodputRecorder(directory if jax.process_index() == 0 else None)
-        self.layout, self.timeout, self._optimizer = layout, timeout, optimizer
+        self.layout, self.timeout = layout, timeout
         self.loader, self.evaluation, self.checkpointer = loader, evaluation, checkpointer
         self._evaluations = evaluations
         self.callbacks = [callback for callback in callbacks if not isinstance(callback, Export)]
@@ -182,6 +183,11 @@ class Trainer:
             state = make_state(source, optimizer, filter=filter, key=key)
             return jax.block_until_ready(state if diloco is None else diloco.init(state))
 
+        def restart(state: TrainState) -> TrainState:
+            new = dataclasses.replace(state, opt_state=init_optimizer(optimizer, state.trainable, state.rest))
+            return new if diloco is None else diloco.init(new)
+
+        self._restart = restart
         self._make: Callable[[], TrainState] | None = make  # None when the state has arrays
         with self.sharded(), hard_timeout(timeout, "the model's parameters and moments"):
             if is_builder(model) and diloco is None:
@@ -228,7 +234,7 @@ class Trainer:
                 trained and frozen parameters. Before the first step the optimizer state is initialized from it.
 
         Raises:
-            ValueError: `params_from` after the first step, when the optimizer keeps averages of the parameters.
+            ValueError: `params_from` after the first step, when the optimizer holds copies of the parameters.
         """
         with self.clock.span("restore"), self.sharded(), hard_timeout(self.timeout, "the checkpoint to be restored"):
             self.state, origin = initial_state(
@@ -237,7 +243,7 @@ class Trainer:
                 self.checkpointer,
                 resume_from,
                 params_from,
-                optimizer=self._optimizer,
+                restart=self._restart,
                 layout=self.layout,
             )
         self._origin, self.step, self._last = origin, int(self.state.step), dict(origin.metrics)
@@ -259,6 +265,7 @@ class Trainer:
             self.restore()
         self._meter.peak = peak_flops()
         with self._running(steps):
+            begin = self.step
             try:
                 self._catch_up()
                 self._loop(steps)
@@ -267,7 +274,7 @@ class Trainer:
                 self._save_at_end(urgent=True)
                 self.log(f"stopped on request after step {self.step} of {steps}; the same command continues from there")
                 raise
-            self._saving.export(self.step, self.state, last=True)
+            self._saving.export(self.step, self.state, missing=self.step == begin, last=True)
             self._save_at_end()
         return self._last
 

@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -23,6 +25,7 @@ from maxlib.training._step import CompiledStep, Metrics, Step, jit_step
 from maxlib.training.losses import Batch
 
 _SUMS = ("num_targets", "num_tokens")
+_NO_MESH = Mesh(np.empty((), object), ())
 _LARGEST = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57_344.0}  # others are not scaled
 
 
@@ -266,7 +269,12 @@ class DiLoCoStep:
             for event in self.diloco.meetings(done + 1):
                 state = self._meet(state, event)
         self._last, self._step = state, done + 1
-        return state, {name: self._over_here(name, x) for name, x in metrics.items()}
+        return state, self.over_here(metrics)
+
+    def over_here(self, metrics: Metrics) -> Metrics:
+        """Returns metrics of this process's replicas, `R` each, as one number; sums are those of all replicas."""
+        with jax.set_mesh(_NO_MESH):  # a process's part is on one device, whatever mesh the caller has set
+            return {name: _over_here(name, x, self.diloco.replicas) for name, x in metrics.items()}
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """Lowers the inner step."""
@@ -297,12 +305,15 @@ class DiLoCoStep:
 
         return run
 
-    def _over_here(self, name: str, x: Array) -> Array:
-        """Returns a metric of this process's replicas, `R`, as one number; sums are those of all replicas."""
-        here = x if x.is_fully_addressable else x.addressable_data(0)
-        if name in _SUMS:
-            return jnp.sum(here) * (self.diloco.replicas // len(here))
-        return jnp.all(here) if here.dtype == bool else jnp.mean(here)
+
+def _over_here(name: str, x: Any, replicas: int) -> Array:
+    if not x.is_fully_addressable:  # a process's replicas may be on several of its devices
+        parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        device = next(iter(parts.values())).device
+        x = jnp.concatenate([jax.device_put(parts[start], device) for start in sorted(parts)])
+    if name in _SUMS:
+        return jnp.sum(x) * (replicas // len(x))
+    return jnp.all(x) if x.dtype == bool else jnp.mean(x)
 
 
 def _divided(x: Array, replicas: int, axis: str | None) -> Array:

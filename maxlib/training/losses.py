@@ -410,6 +410,8 @@ def _marked_names(params: dict[str, Any], rest: Any, batch: Batch) -> set[str]:
     def total(params: dict[str, Any], batch: Batch) -> Array:
         return run_model(trained_model(nn.combine(params, rest)), batch, remat=note).hidden.sum()
 
+    while "tokens" not in batch and (parts := [x for x in batch.values() if isinstance(x, dict)]):
+        batch = parts[0]  # such as the chosen answers of pairs
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
     jax.eval_shape(jax.grad(total), *shapes)
     return names

@@ -63,6 +63,8 @@ def test_goes_on_where_it_was_stopped(tmp_path, tokenizer):
 
 def test_bad_records_and_damage(tmp_path, tokenizer):
     documents = data.in_memory([*TEXTS[:10], [1, 2, 3]])
+    with pytest.raises(ValueError, match=r"'text' must be valid Unicode: .*surrogates not allowed"):
+        data.tokenize(data.in_memory(["half a pair \ud83d"]), tokenizer)[0]
     with pytest.raises(ValueError, match=r"1 bad records, more than limit=0; .*documents need 'text'"):
         write(tmp_path / "a", tokenizer, documents)
     assert write(tmp_path / "a", tokenizer, documents, bad_records=1)["bad_records"] == 1

@@ -77,6 +77,7 @@ def test_mistakes(tmp_path):
         ({"length": 2, "dtype": "uint32"}, "no array of uint32"),
         ({"length": 6, "dtype": "uint16"}, "no document"),
         ({"length": 2, "eos_id": 1, "dtype": "uint16"}, "either length= or eos_id="),
+        ({"eos_id": 100_257, "dtype": "uint16"}, "uint16 holds no eos_id=100257"),
         ({"length": 0, "dtype": "uint16"}, "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):

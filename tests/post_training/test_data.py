@@ -34,7 +34,9 @@ def text(tokenizer, targets):
 
 
 def test_pairs_share_their_prompt_and_learn_the_answer(tokenizer):
-    source = documents({"chosen": ASK + YES, "rejected": ASK + NO}, {"prompt": ASK, "chosen": NO, "rejected": YES})
+    source = documents(
+        {"prompt": None, "chosen": ASK + YES, "rejected": ASK + NO}, {"prompt": ASK, "chosen": NO, "rejected": YES}
+    )
     first, second = (data.pairs(source, tokenizer, TEMPLATE)[i] for i in range(2))
     assert text(tokenizer, first["chosen"]["targets"]) == "the apple</s>"
     assert text(tokenizer, first["rejected"]["targets"]) == text(tokenizer, second["chosen"]["targets"]) == "of</s>"

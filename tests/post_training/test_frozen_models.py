@@ -55,6 +55,7 @@ def test_a_reference_moves_towards_the_policy():
     run = types.SimpleNamespace(state=state, checkpointer=None)
     before = jax.tree.map(np.asarray, run.state.model)
     pt.MovingReference(0.25)(run)
+    assert jax.tree.structure(run.state) == jax.tree.structure(state)  # the step donates each array once
     after = run.state.model
     assert jax.tree.structure(after) == jax.tree.structure(before)
     for old, new, p in zip(*map(jax.tree.leaves, (before.frozen, after.frozen, before.trained)), strict=True):

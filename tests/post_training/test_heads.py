@@ -192,6 +192,11 @@ def test_rewards_of_tokens():
     wanted[0, 2] += 1
     wanted[1, 3] += 2
     np.testing.assert_allclose(rewards, wanted)
+    with pytest.raises(ValueError, match="aligned with targets, got"):
+        ppo.gae(rewards, np.zeros((3, 5)), mask)  # a value too many in each row
+    with pytest.raises(ValueError, match="scores must be finite"):
+        ppo.token_rewards([1.0, np.nan, 3.0], mask)
+    assert np.isfinite(ppo.token_rewards([1.0, 2.0, np.nan], mask)).all()  # the last row has nothing to score
 
 
 def test_the_losses_of_ppo():

@@ -48,6 +48,11 @@ def test_the_factor_of_the_entropy_follows_a_target():
     want = [0.013, 0.015, 0.015, 0.0, 0.0, 0.0, 0.0]
     np.testing.assert_allclose(factors, [[x, x] for x in want], rtol=1e-6)
     assert entropy.factor == 0
+    entropy.factor = 0.01
+    assert entropy(batch(NAN)).tolist() == [0, 0] and entropy.factor == 0.01  # nothing is known of the entropy
+    one = batch(0.1)
+    one["sampler_log_probs"][0, 0] = NAN
+    np.testing.assert_allclose(entropy(one), 0.015)
 
 
 def test_leave_one_out():
@@ -101,6 +106,8 @@ def test_penalties():
     np.testing.assert_allclose(
         pt.advantages.overlong_penalty([6, 8, 9, 10, 12], longest=10, buffer=2), [0, 0, 0.5, 1, 1]
     )
+    with pytest.raises(ValueError, match="buffer must be a positive number"):
+        pt.advantages.overlong_penalty([10], longest=10, buffer=0)  # 0 / 0
     got = pt.advantages.kl_penalized(
         [1.0, 0.0], [[-1.0, -2.0], [-1.0, 9.0]], [[-2.0, -2.5], [-1.5, 0.0]], [[1, 1], [1, 0]], beta=0.1
     )
@@ -253,6 +260,15 @@ def test_sequences_whose_mean_ratio_is_far_are_rejected():
 
 
 def test_settings_out_of_range():
+    for wrong, message in (
+        (lambda: pt.KTO(0.0), "beta must be positive"),
+        (lambda: pt.GRPO(top_entropy=20), "a share of the tokens"),  # and no percentage
+        (lambda: pt.VESPO(top_entropy=0), "a share of the tokens"),
+        (lambda: pt.RolloutCorrection("token", 5.0, 2.0), "must not exceed the largest"),
+        (lambda: pt.RolloutCorrection(None, keep=(1.001, 0.999)), "must not exceed the largest"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
     with pytest.raises(ValueError, match="beta must be positive"):
         pt.DPO(0.0)
     with pytest.raises(ValueError, match=r"in \[0, 0.5\)"):

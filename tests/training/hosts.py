@@ -123,7 +123,7 @@ def raises(host: int, directory: str) -> None:
 
 def export(host: int, directory: str) -> None:
     """The host that writes is refused, when the others are ready to gather with it."""
-    model = lambda: tiny.llama(rope=ops.Rope(12, max_length=64))
+    model = tiny.llama(rope=ops.Rope(12, max_length=64))  # built in each process, on one device
     trainer = small(model, callbacks=[training.HuggingFaceExport(directory, every=2)])
     trainer.fit(5)
     print(trainer.step)

@@ -60,6 +60,10 @@ def test_a_name_in_place_of_another_is_refused(case):
         run(loss, batch)
 
 
+def test_columns_of_packing_are_no_misspelt_names():
+    training.NextToken().check_names(TEXT | {"sources": IDS})  # of rows that BySource evaluates too
+
+
 def weighted(model, batch, key):
     """A function of a user's, which reads what the loss inside it does not."""
     value, stats = training.NextToken()(model, batch, key)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxlib import checkpoint, ops, sharding, training
 from tests.nn.tiny import filled
@@ -197,6 +200,29 @@ def test_a_run_resumed_between_meetings_is_the_uninterrupted_one(model, tmp_path
     for a, b in zip(jax.tree.leaves(uninterrupted), jax.tree.leaves(resumed), strict=True):
         assert np.array_equal(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a,
                               jax.random.key_data(b) if jnp.issubdtype(b.dtype, jax.dtypes.prng_key) else b)  # fmt: skip
+
+    begun = training.Trainer(model, ADAMW, batches(8), diloco=diloco, dtype=jnp.float32)
+    begun.restore(params_from=tmp_path / "parts")
+    params = {path: [x, x] for path, x in resumed.trainable.items()}
+    assert_equal(begun.state.opt_state.params, params)
+    begun.fit(1)
+    with pytest.raises(ValueError, match="restore before the first step"):
+        begun.restore(params_from=tmp_path / "parts")
+
+
+def test_metrics_are_of_all_replicas_of_a_process(model):
+    """A process has two of four replicas, each on two devices, inside the layout of a Trainer."""
+    layout = sharding.Layout(sharding.make_mesh(data=4, fsdp=2), sharding.FSDP)
+    step = training.DiLoCo(replicas=4, every=2).wrap(make_step(INNER))
+    values = {"loss": jnp.array([1.0, 3.0, 5.0, 7.0]), "num_targets": jnp.arange(4), "finite": jnp.arange(4) != 1}
+
+    def here(x):
+        shards = jax.device_put(x, NamedSharding(layout.mesh, P("data"))).addressable_shards[:4]
+        return types.SimpleNamespace(is_fully_addressable=False, addressable_shards=shards)
+
+    with sharding.use(layout):
+        metrics = step.over_here({name: here(x) for name, x in values.items()})
+    assert metrics == {"loss": 2, "num_targets": 2, "finite": False}
 
 
 def test_replicas_come_and_go(model):

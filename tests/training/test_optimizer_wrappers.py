@@ -78,6 +78,12 @@ def test_the_average_follows_the_parameters():
         want = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * np.asarray(p), want, state.trainable)
     got, _ = nn.partition(training.ema_model(state))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), got, want)
+    params = {"w": jnp.full(8, 0.7, jnp.bfloat16)}
+    still = training.ema(optax.sgd(0.0), decay=0.999)
+    run = jax.jit(lambda s: jax.lax.fori_loop(0, 5000, lambda _, s: still.update(params, s, params)[1], s))
+    np.testing.assert_allclose(run(still.init(params)).average["w"], params["w"].astype(jnp.float32), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"in \[0, 1\)"):
+        training.ema(optax.sgd(1.0), decay=99.9)
     with pytest.raises(ValueError, match="has no average"):
         training.ema_model(training.make_state(tiny.model(), training.adamw(1e-2, mask=None)))
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlib import nn, sharding, training
+from maxlib import nn, post_training, sharding, training
 from maxlib.training import _step
 from tests.training import tiny
 
@@ -66,9 +66,9 @@ def accumulated():
 def test_a_misspelt_name_in_remat_is_refused():
     """It would keep nothing, so the step would recompute what it was told to keep."""
 
-    def trace(model, remat):
-        step = training.make_train_step(training.NextToken(), SGD, dtype=jnp.float32, remat=remat)
-        jax.eval_shape(step, jax.eval_shape(lambda: training.make_state(model(), SGD)), tiny.batch())
+    def trace(model, remat, loss=training.NextToken(), batch=tiny.batch()):
+        step = training.make_train_step(loss, SGD, dtype=jnp.float32, remat=remat)
+        jax.eval_shape(step, jax.eval_shape(lambda: training.make_state(model(), SGD)), batch)
 
     for remat in (("attention_output",), {"attention_output": "keep", "q": "keep"}):
         with pytest.raises(ValueError, match="names 'attention_output', .*: did you mean 'attention_out'"):
@@ -77,6 +77,8 @@ def test_a_misspelt_name_in_remat_is_refused():
     trace(Marking, ("own",))
     with pytest.raises(ValueError, match="names 'owm', .* mark own: did you mean 'own'"):
         trace(Marking, ("owm",))
+    with pytest.raises(ValueError, match="names 'owm', .* mark own: did you mean 'own'"):
+        trace(Marking, ("owm",), post_training.SimPO(), {"chosen": tiny.batch(), "rejected": tiny.batch()})
 
 
 def test_a_metric_of_a_loss_cannot_replace_the_steps_own():

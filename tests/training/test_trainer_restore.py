@@ -160,7 +160,7 @@ def test_averages_begin_at_the_parameters_that_were_read(tmp_path):
     ours.restore(params_from=tmp_path)
     assert same(nn.partition(training.ema_model(ours.state))[0], ours.state.trainable)
     ours.state = dataclasses.replace(ours.state, step=jnp.int32(1))
-    with pytest.raises(ValueError, match=r"at step 1 the optimizer's averages .* restore before the first step"):
+    with pytest.raises(ValueError, match=r"at step 1 the optimizer holds averages .* restore before the first step"):
         ours.restore(params_from=tmp_path)
 
 

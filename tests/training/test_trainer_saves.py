@@ -43,8 +43,9 @@ def test_exports_are_made_in_the_background_and_made_up_for(tmp_path, capsys):
         callbacks=exports(),
     )
     ours = make()
+    (tmp_path / "hf" / "5").mkdir(parents=True)  # an export of another run
     ours.fit(5)
-    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["4", "5"]
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["4", "5"]  # an old export of step 5 is replaced
     assert checkpoint.load(tmp_path / "params", {"params": ours.state.trainable})["meta"]["step"] == 5
     assert same(
         nn.partition(weights.from_pretrained(tmp_path / "hf" / "5", dtype=jnp.float32))[0], ours.state.trainable
