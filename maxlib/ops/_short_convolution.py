@@ -83,8 +83,9 @@ def _convolve_backward(saved: tuple[Array, Array, Array | None], gradient: Array
     # Written out because XLA for CPUs is many times slower on the pads and sums that autodiff makes of slices.
     inputs, weight, age = saved
     taps, seq, tail = _taps(weight, inputs.dtype), gradient.shape[1], weight.shape[-1] - 1
-    # Through the tap `back`, input s reaches token t = s + back - (W - 1), which is at s + back in `spread`.
-    spread = jnp.pad(gradient, [(0, 0), (tail, tail)] + [(0, 0)] * (gradient.ndim - 2))
+    # Through the tap `back`, input s reaches token t = s + back - (W - 1), which is at s + back in `spread`. The
+    # gradient was cast from the dtype of the inputs, so nothing is lost. XLA for TPUs stores it shifted by each tap.
+    spread = jnp.pad(gradient.astype(inputs.dtype), [(0, 0), (tail, tail)] + [(0, 0)] * (gradient.ndim - 2))
     ages = None if age is None else jnp.pad(age, [(0, 0), (tail, tail)], constant_values=-1)
 
     def through(back: int) -> Array:

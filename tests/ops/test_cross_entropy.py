@@ -14,6 +14,7 @@ from maxlib.ops import (
     fused_linear_gather_log_probs,
     fused_linear_log_probs,
 )
+from maxlib.ops._cross_entropy import chunked
 
 B, T, D, V = 3, 7, 8, 29
 FIELDS = ("token_loss", "log_prob", "lse")
@@ -98,6 +99,23 @@ def test_values_and_gradients(softcap, z_loss, smoothing, chunk, dtype, weighted
         assert got.dtype == arg.dtype
         close(got, expected, 1e-5 if dtype == jnp.float32 else 2e-2)
     close(grads[2], want["token_loss"].reshape(B, T) if weighted else np.zeros((B, T)), 1e-5)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Makes the loss take five columns of the vocabulary at a time, as for a TPU that keeps their logits."""
+    monkeypatch.setattr(chunked, "COLUMNS", 5)
+    monkeypatch.setattr(chunked, "_kept_logits", lambda rows, options: 30)
+
+
+@pytest.mark.parametrize("row", [PAIRWISE[1], *(pytest.param(row, marks=pytest.mark.full) for row in PAIRWISE[2:])])
+def test_blocks_of_the_vocabulary(blocks, row):
+    test_values_and_gradients(*row)
+
+
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_blocks_of_a_split_vocabulary(blocks, mesh, check):
+    test_split_vocabulary_equals_one_device(mesh, {"chunk": 3, "check": check}, "loss")
 
 
 @pytest.mark.parametrize("per_token", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -56,7 +56,8 @@ def fused_linear_cross_entropy(
     The forward pass also computes the gradients of `.loss`, so logits are computed once; gradients of per-token fields
     compute them again. To train, put the normalisation into `weights` (`mask / mask.sum()`) and differentiate `.loss`.
     Matmuls run in the dtype of `hidden`. Logits and the gradient of `weight` accumulate in float32; gradients have the
-    dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`.
+    dtype of their argument. Temporary memory is `chunk * V` logits and one float32 `V D`. On TPU v6e, rows narrower
+    than 2048 take a block of the vocabulary at a time: its logits stay in vector memory, and are computed twice.
 
         hidden, weight, targets = jnp.ones((2, 8, 64)), jnp.ones((1000, 64)), jnp.zeros((2, 8), jnp.int32)
         weights = jnp.full((2, 8), 1 / 16)  # a mean
@@ -72,8 +73,8 @@ def fused_linear_cross_entropy(
         softcap: Logits become `softcap * tanh(logits / softcap)`.
         z_loss: Factor of the squared log-sum-exp (PaLM, arXiv:2204.02311).
         label_smoothing: Probability mass spread evenly over the vocabulary.
-        chunk: Tokens per chunk, by default 4096 on NVIDIA GPUs and 1024 elsewhere. Larger chunks are faster and need
-            more memory; results differ only by rounding.
+        chunk: Tokens per chunk, by default 4096 on NVIDIA GPUs and 1024 elsewhere; at most 4096 where a block's logits
+            stay in vector memory. Larger chunks are faster and need more memory; results differ only by rounding.
         axis_name: Inside `jax.shard_map`, the mesh axis (or axes) over which the rows of `weight` are split; `hidden`
             and `targets` are equal along it, and so are the results. Other axes are not named here: sum `.loss` over
             them.

@@ -15,12 +15,30 @@ from jaxtyping import Array, Float, Int
 from maxlib._utils.loops import each, scan
 from maxlib._utils.varying import vary, varying
 from maxlib.hardware import current_device
-from maxlib.ops._cross_entropy.terms import AxisName, Cotangents, Options, Terms, logits_gradient, logits_of, terms_of
+from maxlib.kernels.vector_memory import DEFAULT_VMEM, vmem_of
+from maxlib.ops._cross_entropy.terms import (
+    AxisName,
+    Cotangents,
+    Options,
+    Sums,
+    Terms,
+    add_block,
+    columns_of,
+    logits_gradient,
+    logits_of,
+    terms_of,
+    terms_of_blocks,
+    vocab_size,
+)
 
 # Tokens. On an H100 a step of four layers of Llama 3.1 8B took 269.4 ms with 4096 and 280.1 with 1024, at equal peak
 # memory.
 DEFAULT_CHUNK, GPU_CHUNK = 1024, 4096
 FEWEST_LOGITS = 2**20  # of a chunk, 4 MiB: with a small vocabulary more tokens are taken at once
+# A TPU with a large vector memory keeps so many logits there, 32 MiB, in blocks of so many columns.
+KEPT_LOGITS, COLUMNS = 2**23, 2048
+# Logits are computed again where that takes less time than to write and read them: where tokens are narrower than this.
+NARROW = 2048
 
 
 def chunked(
@@ -33,6 +51,8 @@ def chunked(
 ) -> tuple[Array, Terms]:
     """Computes the weighted sum of the losses and the per-token terms."""
     M, count = rows.shape[0], _chunks(rows, weight, chunk)
+    if (kept := _kept_logits(rows, options)) is not None:
+        count = max(1 if chunk is None else count, -(-M * min(weight.shape[0], COLUMNS) // kept))
     rows, weight, targets, weights = _vary_alike(rows, weight, targets, weights, options.axis_name)
     out = _chunked(_split(rows, count), weight, _split(targets, count), _split(weights, count), options)
     loss, terms = cast(tuple[Array, Terms], out)
@@ -57,6 +77,13 @@ def _chunks(rows: Array, weight: Array, chunk: int | None) -> int:
     default = GPU_CHUNK if current_device()[0] == "gpu" else DEFAULT_CHUNK
     chunk = chunk or max(default, FEWEST_LOGITS // weight.shape[0])
     return max(1, -(-rows.shape[0] // chunk))
+
+
+def _kept_logits(rows: Array, options: Options) -> int | None:
+    """Returns how many logits stay in vector memory; None if all pass through the main memory."""
+    platform, kind = current_device()
+    large = platform == "tpu" and vmem_of(kind) > DEFAULT_VMEM
+    return KEPT_LOGITS if large and rows.shape[-1] < NARROW and not options.entropy else None
 
 
 def _split(x: Array, count: int) -> Array:
@@ -138,13 +165,17 @@ _per_token.defvjp(lambda *args: (_per_token(*args), args[:3]), _per_token_backwa
 
 def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
     """Computes the per-token terms and, from their cotangents `grads`, the gradients of `rows` and `weight`."""
-    w = weight.astype(rows.dtype)
+    if weight.shape[0] > COLUMNS and _kept_logits(rows, options) is not None:
+        return _gradients_by_block(rows, weight, targets, grads, options)
+    w, (V, _) = weight.astype(rows.dtype), weight.shape
+    vocab = vocab_size(V, options.axis_name)
 
     def step(d_weight, chunk):
         h, y, grad = chunk
         logits = logits_of(h, w, options)
         terms = terms_of(logits, y, options)
-        d_logits = logits_gradient(logits, y, terms, grad, options).astype(h.dtype)
+        columns = columns_of(y, V, options.axis_name)
+        d_logits = logits_gradient(logits, columns, vocab, terms, grad, options).astype(h.dtype)
         # d_weight += d_logits^T h: [m, V]^T [m, D] -> [V, D], summed over chunks in float32
         d_weight = d_weight + jax.lax.dot_general(
             d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype
@@ -154,6 +185,47 @@ def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
     start = jnp.zeros_like(weight, dtype=jnp.promote_types(rows.dtype, jnp.float32))
     d_weight, (terms, d_rows) = scan(step, start, (rows, targets, grads))
     return terms, d_rows, d_weight.astype(weight.dtype)
+
+
+def _gradients_by_block(rows, weight, targets, grads: Cotangents, options: Options):
+    """Does what `_gradients` does, a block of the vocabulary at a time, with all logits computed twice.
+
+    The first pass gives the terms, the second the gradients.
+    """
+    V, D = weight.shape
+    blocks, vocab, wide = -(-V // COLUMNS), vocab_size(V, options.axis_name), jnp.promote_types(rows.dtype, jnp.float32)
+    padding = blocks * COLUMNS - V
+    w = jnp.pad(weight.astype(rows.dtype), ((0, padding), (0, 0))).reshape(blocks, COLUMNS, D)
+    first = COLUMNS * jnp.arange(blocks)
+
+    def step(d_weight, chunk):
+        h, y, grad = chunk
+        columns = columns_of(y, V, options.axis_name)
+
+        def add(sums, block):
+            w, first = block
+            return add_block(sums, logits_of(h, w, options), columns - first, V - first, options), None
+
+        def add_gradients(d, block):
+            (d_h, d_weight), (number, w, first) = d, block
+            logits = logits_of(h, w, options)
+            d_logits = logits_gradient(logits, columns - first, vocab, terms, grad, options).astype(h.dtype)
+            d_h = d_h + jnp.matmul(d_logits, w, preferred_element_type=wide)
+            # [m, v]^T [m, D] -> [v, D]
+            d_w = jax.lax.dot_general(d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+            return (d_h, d_weight.at[number].add(d_w)), None
+
+        none = jnp.zeros_like(h[:, 0], dtype=wide)
+        sums = Sums(none - jnp.inf, none, none, none if options.label_smoothing else None)
+        sums, _ = scan(add, sums, (w, first))
+        terms = terms_of_blocks(sums, y, vocab, options)
+        (d_h, d_weight), _ = scan(
+            add_gradients, (jnp.zeros_like(h, dtype=wide), d_weight), (jnp.arange(blocks), w, first)
+        )
+        return d_weight, (terms, d_h.astype(h.dtype))
+
+    d_weight, (terms, d_rows) = scan(step, jnp.zeros_like(w, dtype=wide), (rows, targets, grads))
+    return terms, d_rows, d_weight.reshape(-1, D)[:V].astype(weight.dtype)
 
 
 def _vary_alike(rows, weight, targets, weights, axis_name: AxisName | None):

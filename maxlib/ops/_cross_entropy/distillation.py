@@ -16,7 +16,7 @@ from maxlib._utils.loops import each
 from maxlib._utils.varying import vary, varying
 from maxlib.ops._cross_entropy.api import check_chunk
 from maxlib.ops._cross_entropy.chunked import _axes, _chunks, _split
-from maxlib.ops._cross_entropy.terms import AxisName, Options, _local, _pmax, _psum, logits_of, vocab_size
+from maxlib.ops._cross_entropy.terms import AxisName, Options, _pmax, _psum, columns_of, logits_of, vocab_size
 
 
 def divergence(
@@ -147,10 +147,10 @@ def fused_linear_gather_log_probs(
 
     def look_up(h, ids, w):
         log_p = _log_softmax(h, w, options)  # [m, V], or this device's part of V
-        local = _local(ids, log_p.shape[1], axis_name)
+        local = columns_of(ids, log_p.shape[1], axis_name)
         here = (local >= 0) & (local < log_p.shape[1])
         picked = jnp.take_along_axis(log_p, jnp.clip(local, 0, log_p.shape[1] - 1), axis=1)  # [m, K]
-        in_vocab = (ids >= 0) & (ids < vocab_size(log_p, axis_name))
+        in_vocab = (ids >= 0) & (ids < vocab_size(log_p.shape[1], axis_name))
         return jnp.where(in_vocab, _psum(jnp.where(here, picked, 0), axis_name), jnp.nan)
 
     rows = _rows(hidden, None), ids.reshape(-1, ids.shape[-1])
