@@ -8,7 +8,7 @@ import pytest
 
 from maxlib import nn, training
 from maxlib import quantization as quant
-from maxlib.quantization._matmul import four_bit_floats, operands
+from maxlib.quantization._matmul import _emulated_operands, four_bit_floats
 from tests.quantization.tiny import model, shapes
 from tests.training import tiny
 
@@ -66,7 +66,7 @@ def test_activations_are_rounded_for_each_row_and_pass_gradients():
 
     @jax.jit
     def rounded(x):
-        return operands("BI,OI->BO", x, jnp.asarray(w), quant.TRAINING["int4_w4a8_qat"])[0]
+        return _emulated_operands("BI,OI->BO", x, jnp.asarray(w), quant.TRAINING["int4_w4a8_qat"])[0]
 
     low, pull = jax.vjp(rounded, jnp.asarray(x))
     scale = np.abs(x).max(axis=1, keepdims=True) / 127.5
