@@ -32,9 +32,11 @@ def check_ends(x: Any, letters: str, shape: tuple[int, ...], what: str) -> None:
     """
     if x.shape[-len(shape) :] != shape:
         wanted = ", ".join(f"{letter}={size}" for letter, size in zip(letters, shape, strict=True))
+        # Not the whole shape: `of_same` may have merged the rows.
+        got = ", ".join(f"{letter}={size}" for letter, size in zip(letters, x.shape[-len(shape) :], strict=False))
         raise ValueError(
-            f"the last axes of x must be {wanted} for {what}, got x of shape {x.shape}. Pass an input of the width for "
-            "which the layer was built, or build the layer for this width."
+            f"the last axes of x must be {wanted} for {what}, got {got}. Pass an input of the width for which the layer was "
+            "built, or build the layer for this width."
         )
 
 

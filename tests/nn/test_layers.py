@@ -148,17 +148,23 @@ NARROW = jnp.zeros((1, 2, 6))
 
 
 @pytest.mark.parametrize(
-    ("layer", "ends"),
+    ("layer", "message"),
     [
-        (nn.Attention(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)), "D=8 for the weight of '...D,NHD->...NH'"),
-        (nn.Attention(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)).o, "N=2, H=4 for the weight of"),
-        (nn.Embed(3, 8, rngs=nnx.Rngs(0)).logits, "D=8 for the embedding"),
-        (nn.RMSNorm(8), "D=8 for the norm"),
-        (nn.LayerNorm(8), "D=8 for the norm"),
+        (
+            nn.Attention(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)),
+            "D=8 for the weight of '...D,NHD->...NH', got D=6",
+        ),
+        (
+            nn.Attention(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)).o,
+            "N=2, H=4 for the weight of '...NH,DNH->...D', got N=2, H=6",
+        ),
+        (nn.Embed(3, 8, rngs=nnx.Rngs(0)).logits, "D=8 for the embedding, got D=6"),
+        (nn.RMSNorm(8), "D=8 for the norm, got D=6"),
+        (nn.LayerNorm(8), "D=8 for the norm, got D=6"),
     ],
 )
-def test_another_width_is_refused(layer, ends):
-    with pytest.raises(ValueError, match=re.escape(f"must be {ends}") + r".*got x of shape \(1, 2, 6\)"):
+def test_another_width_is_refused(layer, message):
+    with pytest.raises(ValueError, match=re.escape(f"must be {message}")):
         layer(NARROW)
 
 
