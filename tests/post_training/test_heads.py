@@ -257,6 +257,14 @@ def info_nce(hidden, mask, roles, symmetric):
     return total.item(), hidden.grad.numpy()
 
 
+def test_a_text_of_one_token_is_that_token_and_one_of_none_is_zero():
+    hidden, segment_ids = jnp.asarray(rng.normal(size=(1, 4, 8)), jnp.float32), jnp.array([[1, 2, 2, 0]])
+    for by in ("first", "last", "mean"):
+        pooled = nn.pool(hidden, by, segment_ids=segment_ids, texts=3)
+        middle = hidden[0, 1:3].mean(0) if by == "mean" else hidden[0, 1 if by == "first" else 2]
+        np.testing.assert_allclose(pooled[0], jnp.stack([hidden[0, 0], middle, jnp.zeros(8)]), atol=1e-6)
+
+
 @pytest.mark.parametrize(("roles", "symmetric"), [(2, True), (3, False)])
 def test_contrast_of_embeddings(roles, symmetric):
     model, hidden, mask = vectors(roles)
