@@ -107,8 +107,38 @@ def _chunked(rows, weight, targets, weights, options: Options):
 
 def _terms(rows, weight, targets, options: Options) -> Terms:
     """Computes the per-token terms of all chunks, one after the other."""
+    if _in_blocks(rows, weight, options):
+        blocks, V = _blocks(weight, rows.dtype), weight.shape[0]
+        return each(lambda x: _terms_by_block(x[0], x[1], blocks, V, options), (rows, targets))
     w = weight.astype(rows.dtype)
     return each(lambda x: terms_of(logits_of(x[0], w, options), x[1], options), (rows, targets))
+
+
+def _in_blocks(rows, weight, options: Options) -> bool:
+    """Returns True if a chunk takes a block of the vocabulary at a time."""
+    return weight.shape[0] > COLUMNS and _kept_logits(rows, options) is not None
+
+
+def _blocks(weight: Float[Array, "V D"], dtype: Any) -> tuple[Array, Array]:
+    """Returns the blocks of a weight, `blocks COLUMNS D`, of which the last is padded, and the first column of each."""
+    V, D = weight.shape
+    count = -(-V // COLUMNS)
+    w = jnp.pad(weight.astype(dtype), ((0, count * COLUMNS - V), (0, 0)))
+    return w.reshape(count, COLUMNS, D), COLUMNS * jnp.arange(count)
+
+
+def _terms_by_block(h, y, blocks: tuple[Array, Array], V: int, options: Options) -> Terms:
+    """Computes the per-token terms of one chunk from the blocks of a weight of V rows."""
+    columns = columns_of(y, V, options.axis_name)
+
+    def add(sums, block):
+        w, first = block
+        return add_block(sums, logits_of(h, w, options), columns - first, V - first, options), None
+
+    none = jnp.zeros_like(h[:, 0], dtype=jnp.promote_types(h.dtype, jnp.float32))
+    sums = Sums(none - jnp.inf, none, none, none if options.label_smoothing else None)
+    sums, _ = scan(add, sums, blocks)
+    return terms_of_blocks(sums, y, vocab_size(V, options.axis_name), options)
 
 
 def _forward(rows, weight, targets, weights, options: Options):
@@ -165,7 +195,7 @@ _per_token.defvjp(lambda *args: (_per_token(*args), args[:3]), _per_token_backwa
 
 def _gradients(rows, weight, targets, grads: Cotangents, options: Options):
     """Computes the per-token terms and, from their cotangents `grads`, the gradients of `rows` and `weight`."""
-    if weight.shape[0] > COLUMNS and _kept_logits(rows, options) is not None:
+    if _in_blocks(rows, weight, options):
         return _gradients_by_block(rows, weight, targets, grads, options)
     w, (V, _) = weight.astype(rows.dtype), weight.shape
     vocab = vocab_size(V, options.axis_name)
@@ -193,18 +223,12 @@ def _gradients_by_block(rows, weight, targets, grads: Cotangents, options: Optio
     The first pass gives the terms, the second the gradients.
     """
     V, D = weight.shape
-    blocks, vocab, wide = -(-V // COLUMNS), vocab_size(V, options.axis_name), jnp.promote_types(rows.dtype, jnp.float32)
-    padding = blocks * COLUMNS - V
-    w = jnp.pad(weight.astype(rows.dtype), ((0, padding), (0, 0))).reshape(blocks, COLUMNS, D)
-    first = COLUMNS * jnp.arange(blocks)
+    vocab, wide = vocab_size(V, options.axis_name), jnp.promote_types(rows.dtype, jnp.float32)
+    w, first = _blocks(weight, rows.dtype)
 
     def step(d_weight, chunk):
         h, y, grad = chunk
-        columns = columns_of(y, V, options.axis_name)
-
-        def add(sums, block):
-            w, first = block
-            return add_block(sums, logits_of(h, w, options), columns - first, V - first, options), None
+        columns, terms = columns_of(y, V, options.axis_name), _terms_by_block(h, y, (w, first), V, options)
 
         def add_gradients(d, block):
             (d_h, d_weight), (number, w, first) = d, block
@@ -215,12 +239,8 @@ def _gradients_by_block(rows, weight, targets, grads: Cotangents, options: Optio
             d_w = jax.lax.dot_general(d_logits, h, (((0,), (0,)), ((), ())), preferred_element_type=wide)
             return (d_h, d_weight.at[number].add(d_w)), None
 
-        none = jnp.zeros_like(h[:, 0], dtype=wide)
-        sums = Sums(none - jnp.inf, none, none, none if options.label_smoothing else None)
-        sums, _ = scan(add, sums, (w, first))
-        terms = terms_of_blocks(sums, y, vocab, options)
         (d_h, d_weight), _ = scan(
-            add_gradients, (jnp.zeros_like(h, dtype=wide), d_weight), (jnp.arange(blocks), w, first)
+            add_gradients, (jnp.zeros_like(h, dtype=wide), d_weight), (jnp.arange(len(w)), w, first)
         )
         return d_weight, (terms, d_h.astype(h.dtype))
 
