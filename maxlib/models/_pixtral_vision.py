@@ -1,5 +1,4 @@
-"""What Mistral's models share: Pixtral's image encoder (Mistral AI 2024, arXiv:2410.07073), which those since Small 3.1
-see with, sharpened queries, and the names of weights beside an encoder.
+"""Image encoder of Pixtral (Mistral AI 2024, arXiv:2410.07073), which Mistral's models since Small 3.1 see with.
 
 Images of any size, each attending only to itself; patches rotate by row and column. Shapes: R rows of patches, P
 patches of a row, S = P / merge^2 vectors, E width of the encoder, D width of the text model.
@@ -18,8 +17,7 @@ from maxlib import nn, ops
 from maxlib.models._layers import PreNorm
 from maxlib.models._vision import IMAGE, PatchEncoder, PatchSizes
 from maxlib.nn.vision import exact_gelu
-from maxlib.ops import Rope, YarnScaling
-from maxlib.weights import Computed, Field, Fields, HFConfig, Ignore, Renamed, Table, Weight, fields, names
+from maxlib.weights import Computed, Field, Fields, HFConfig, Renamed, Table, Weight, fields, names
 
 MERGING, PLAIN = "mistral3", "llava"  # squares of patches become one vector each, or each patch does (Pixtral 12B)
 EPS = 1e-5  # of the encoder's norms
@@ -198,7 +196,7 @@ FIELDS = Fields(
 )
 
 
-def _encoder_table() -> Table:
+def table() -> Table:
     """Maps the tensor names of the releases to parameters; transformers has another prefix."""
     layer = [
         *names.norms(attn_norm="attention_norm", mlp_norm="ffn_norm"),
@@ -217,69 +215,3 @@ def _encoder_table() -> Table:
         Renamed("model.vision_tower.", "vision_tower."),
         Renamed("model.multi_modal_projector.", "multi_modal_projector."),
     ]
-
-
-VISION_TYPES = {  # whose text is in `text_config`
-    MERGING: "Mistral3ForConditionalGeneration",
-    PLAIN: "LlavaForConditionalGeneration",
-}
-_SHARPENED = "llama_4_scaling_beta"
-
-
-def _of_rope(hf: HFConfig) -> list[HFConfig]:
-    """Returns the objects that describe the rope."""
-    return [hf.nested(name) for name in ("rope_parameters", "rope_scaling") if hf.take(name, None, kind=dict)]
-
-
-def check_length(hf: HFConfig, length: int | None = None) -> None:
-    """Requires the length that the rope states to be that of the config, or `length` if the config states none."""
-    for parameters in _of_rope(hf):
-        parameters.require("max_position_embeddings", hf.take("max_position_embeddings", length, kind=int))
-
-
-def read_sharpening(hf: HFConfig) -> float:
-    """Returns the weight of the logarithm by which queries are sharpened, which config.json keeps with the rope."""
-    values = [parameters.take(_SHARPENED) for parameters in _of_rope(hf) if _SHARPENED in parameters]
-    if not values or not all(isinstance(value, int | float) and value == values[0] for value in values):
-        raise ValueError(
-            f"{hf.where('rope_parameters')}.{_SHARPENED} must be one number, got {values or 'none'}: this model "
-            "sharpens its queries by it."
-        )
-    return float(values[0])
-
-
-def written_sharpening(value: float) -> dict[str, Any]:
-    """Returns what `read_sharpening` reads."""
-    # transformers 5 takes the older of the two places.
-    return {f"{place}.{_SHARPENED}": value for place in ("rope_parameters", "rope_scaling")}
-
-
-def check_sharpened(rope: Rope, model_type: str) -> None:
-    """Raises ValueError for a rope without the length in whose steps queries are sharpened."""
-    if not isinstance(rope.scaling, YarnScaling):
-        raise ValueError(
-            f"a {model_type} sharpens its queries in steps of a YarnScaling's length (rope_parameters), got a rope with "
-            f"scaling {rope.scaling}"
-        )
-
-
-def temperature(rope: Rope, sharpening: float) -> nn.TemperatureTuning | None:
-    """Returns the factor on late queries: `1 + sharpening * log(1 + floor(index / length))`."""
-    if not (sharpening and isinstance(rope.scaling, YarnScaling)):
-        return None
-    return nn.TemperatureTuning(rope.scaling.original_length, sharpening, offset=0)
-
-
-def table(layer: Sequence[Weight], vision_config: Vision | None) -> Table:
-    """Returns the table of a model whose layers have the entries `layer`."""
-    if vision_config is not None:
-        # transformers puts the prefix elsewhere.
-        renamed = [Renamed("lm_head.", "language_model.lm_head.")]
-        renamed += [Renamed("model.language_model.", "language_model.model.")]
-        return [*names.decoder_table(layer, prefix="language_model."), *_encoder_table(), *renamed]
-    # A text model is also read from the files of one that sees, under both names that it may have.
-    renamed = [Renamed("model.language_model.", "language_model.model."), Renamed("language_model.", "")]
-    images = [
-        Ignore(f"{prefix}{part}.*") for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
-    ]
-    return [*names.decoder_table(layer), *renamed, *images]

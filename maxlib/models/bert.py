@@ -4,7 +4,7 @@ positions and norms after each branch, for masked tokens or classes.
 RoBERTa is the same network: its positions begin behind the number of its padding token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models._encoders import EncoderLM, Transform, labels
 from maxlib.sharding import constrain
 from maxlib.weights import (
     Computed,
@@ -72,47 +73,6 @@ class Block(nn.Layer):
         return self.mlp_norm(nn.residual(x, self.mlp(x), "mlp")), cache, {}
 
 
-class Transform(nnx.Module):
-    """What an encoder computes before its head: `norm(act(dense(x)))`.
-
-    Args:
-        dim: Width D.
-        act: Activation.
-        norm: Norm of the result; None for none.
-        bias: True adds a bias to `dense`.
-        rngs: Source of initial values.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        act: Callable,
-        *,
-        norm: nnx.Module | None = None,
-        bias: bool = True,
-        rngs: nnx.Rngs,
-    ):
-        self.norm, self.act = norm, act
-        self.dense = nn.Einsum("...D,ED->...E", (dim, dim), ("mlp", "embed"), bias=bias, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Applies it to each token."""
-        h = self.act(self.dense(x))
-        return h if self.norm is None else self.norm(h)
-
-
-class EncoderLM(nn.Decoder):
-    """Base class of encoders with a head over the vocabulary, or over classes.
-
-    The targets of `NextToken` are the tokens behind masks; or, for classes, the class of a document at its first token;
-    and -1 elsewhere.
-
-    A subclass makes `head` for classes, or leaves it None for a head tied to `embed`, and `head_bias`.
-    """
-
-    has_cache = False
-
-
 class Bert(EncoderLM):
     """BERT: embeddings of tokens, positions and kinds of tokens, layers, and a head.
 
@@ -156,33 +116,6 @@ class Bert(EncoderLM):
     def max_length(self) -> int:
         """Number of positions that text can have."""
         return self.positions.length - self.cfg.first_position
-
-
-def labels(architecture: str | Callable[[Any], str]) -> Computed:
-    """Makes the entry for the names of classes, None for a model with a head over the vocabulary.
-
-    Args:
-        architecture: The class in transformers of a model with classes, or a function from a configuration to it.
-    """
-
-    def read(hf: HFConfig, c: Any) -> tuple[str, ...] | None:
-        classes = hf.take("architectures", None, kind=list) or []
-        if not any(name.endswith("ForSequenceClassification") for name in classes):
-            return None
-        names = hf.take("id2label", None, kind=dict) or {"0": "LABEL_0", "1": "LABEL_1"}
-        return tuple(names[number] for number in sorted(names, key=int))
-
-    def write(value: tuple[str, ...] | None, cfg: Any) -> dict[str, Any]:
-        if value is None:
-            return {}
-        name = architecture(cfg) if callable(architecture) else architecture
-        return {
-            "architectures": [name],
-            "id2label": {str(i): label for i, label in enumerate(value)},
-            "label2id": {label: i for i, label in enumerate(value)},
-        }
-
-    return Computed("labels", read, write)
 
 
 def _read_first_position(hf: HFConfig, c: Any) -> int:

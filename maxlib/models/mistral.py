@@ -10,6 +10,7 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn
+from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, attention
 from maxlib.models._sizes import DECODER, AttentionSizes, causal
@@ -34,14 +35,14 @@ class Config(AttentionSizes):
 
     def __post_init__(self):
         if self.ministral:
-            vision.check_sharpened(self.rope, "ministral3")
+            shared.check_sharpened(self.rope, "ministral3")
         if self.sharpening and not self.ministral:
             raise ValueError(f"sharpening is Ministral 3's: give ministral=True, or 0 in place of {self.sharpening}")
 
     @property
     def temperature(self) -> nn.TemperatureTuning | None:
         """The factor on late queries: `1 + sharpening * log(1 + floor(index / length))`."""
-        return vision.temperature(self.rope, self.sharpening)
+        return shared.temperature(self.rope, self.sharpening)
 
 
 class Block(PreNorm):
@@ -73,7 +74,7 @@ _ROPE = fields.rope()
 
 def _read_rope(hf: HFConfig, c: Any) -> Rope:
     if c.ministral:
-        vision.check_length(hf)
+        shared.check_length(hf)
     return _ROPE.read(hf, c)
 
 
@@ -85,8 +86,8 @@ TEXT = Fields(
         Computed("rope", _read_rope, _ROPE.write),
         Computed(
             "sharpening",
-            lambda hf, c: vision.read_sharpening(hf) if c.ministral else 0.0,
-            lambda value, cfg: vision.written_sharpening(value) if cfg.ministral else {},
+            lambda hf, c: shared.read_sharpening(hf) if c.ministral else 0.0,
+            lambda value, cfg: shared.written_sharpening(value) if cfg.ministral else {},
         ),
         fields.WINDOW,
     ],
@@ -100,12 +101,12 @@ TEXT = Fields(
     },
 )
 FIELDS = Multimodal(
-    TEXT, {"vision": vision.FIELDS}, model_types=vision.VISION_TYPES, model_type=lambda cfg: cfg.vision.kind
+    TEXT, {"vision": vision.FIELDS}, model_types=shared.VISION_TYPES, model_type=lambda cfg: cfg.vision.kind
 )
 
 
 def _table(cfg: Config) -> Table:
-    return vision.table([*names.NORMS, *names.ATTENTION, *names.MLP], cfg.vision)
+    return shared.table([*names.NORMS, *names.ATTENTION, *names.MLP], cfg.vision)
 
 
 # A YaRN that leaves the size of queries and keys as it is.

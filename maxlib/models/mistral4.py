@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from maxlib import nn
+from maxlib.models import _mistral_config as shared
 from maxlib.models import _pixtral_vision as vision
 from maxlib.models._layers import PreNorm, TextDecoder, deepseek_experts, latent_attention
 from maxlib.models._sizes import ExpertSizes, RotatedLatentSizes
@@ -29,7 +30,7 @@ class Config(RotatedLatentSizes, ExpertSizes):
     vision: Vision | None = None
 
     def __post_init__(self):
-        vision.check_sharpened(self.rope, "mistral4")
+        shared.check_sharpened(self.rope, "mistral4")
 
 
 class Block(PreNorm):
@@ -38,7 +39,7 @@ class Block(PreNorm):
     def __init__(self, cfg: Config, *, dense: bool, rngs: nnx.Rngs):
         self.attn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attn = latent_attention(
-            cfg, rope=cfg.rope, temperature=vision.temperature(cfg.rope, cfg.sharpening), rngs=rngs
+            cfg, rope=cfg.rope, temperature=shared.temperature(cfg.rope, cfg.sharpening), rngs=rngs
         )
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp: Any = nn.GatedMLP(cfg.dim, cfg.mlp_dim, rngs=rngs) if dense else None
@@ -78,7 +79,7 @@ def _read_rope(hf: HFConfig, c: Any) -> Rope:
     width = c.nope_dim + turned
     hf.require("head_dim", width)
     hf.require("qk_head_dim", width)
-    vision.check_length(hf, _LENGTH)
+    shared.check_length(hf, _LENGTH)
     rope = fields.read_rope(
         hf,
         head_dim=width,
@@ -102,7 +103,7 @@ def _write_rope(rope: Rope, cfg: Any) -> dict[str, Any]:
 
 
 def _read_sharpening(hf: HFConfig, c: Any) -> float:
-    return vision.read_sharpening(hf)
+    return shared.read_sharpening(hf)
 
 
 TEXT = Fields(
@@ -114,7 +115,7 @@ TEXT = Fields(
         *fields.DEEPSEEK_EXPERTS,
         *fields.MLA,
         Computed("rope", _read_rope, _write_rope),
-        Computed("sharpening", _read_sharpening, lambda value, cfg: vision.written_sharpening(value)),
+        Computed("sharpening", _read_sharpening, lambda value, cfg: shared.written_sharpening(value)),
         fields.NUM_SHARED,
         *fields.GROUPS,
     ],
@@ -128,13 +129,13 @@ TEXT = Fields(
     fixed_if_present={"scoring_func": "softmax", "topk_method": "greedy"},
     absent={"q_rank": 1024, "kv_rank": 256, "nope_dim": 64, "v_dim": 128, "num_experts": 128, "top_k": 4},
 )
-FIELDS = Multimodal(TEXT, {"vision": vision.FIELDS}, model_types={vision.MERGING: vision.VISION_TYPES[vision.MERGING]})
+FIELDS = Multimodal(TEXT, {"vision": vision.FIELDS}, model_types={vision.MERGING: shared.VISION_TYPES[vision.MERGING]})
 
 
 def _table(cfg: Config) -> Table:
     # Releases have all experts of a layer in two tensors.
     experts: Any = names.with_fused_experts(names.MOE)
-    return vision.table([*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *names.MLP, *experts], cfg.vision)
+    return shared.table([*names.NORMS, *names.mla(cfg.q_rank, cfg.nope_dim), *names.MLP, *experts], cfg.vision)
 
 
 # fmt: off

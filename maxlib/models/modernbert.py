@@ -11,8 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxlib import nn, ops
+from maxlib.models._encoders import EncoderLM, Transform, labels
 from maxlib.models._layers import PreNorm
-from maxlib.models.bert import EncoderLM, Transform, labels
 from maxlib.ops import Rope
 from maxlib.weights import Computed, Copy, Family, Field, Fields, HFConfig, Table, Weight, fields, names
 
