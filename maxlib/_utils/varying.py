@@ -3,6 +3,10 @@
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
+
+NO_MESH = Mesh(np.empty((), object), ())  # to be set where arrays are on one device, whatever mesh the caller has set
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
-NO_MESH = Mesh(np.empty((), object), ())
+from maxlib._utils.varying import NO_MESH
 
 _MIX = tuple(np.uint32(c) for c in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F))
 # Elements up to which NumPy sums what a CPU holds: compiling a program for a shape takes longer than that.

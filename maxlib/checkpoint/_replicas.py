@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlib.checkpoint._checksum import NO_MESH, is_narrow
+from maxlib._utils.varying import NO_MESH
+from maxlib.checkpoint._checksum import is_narrow
 from maxlib.distributed import raise_on_all
 
 Arrays = dict[str, Any]

@@ -14,9 +14,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxlib._utils.varying import NO_MESH
 from maxlib.checkpoint import _records as records
 from maxlib.checkpoint import _storage as storage
-from maxlib.checkpoint._checksum import NO_MESH
 from maxlib.checkpoint._errors import DamagedError, shorten
 from maxlib.checkpoint._groupings import Groupings, Target, match_leaves
 from maxlib.distributed import PeerError, allgather_json, raise_on_all

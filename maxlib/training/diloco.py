@@ -13,19 +13,17 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from maxlib import nn, sharding
+from maxlib._utils.varying import NO_MESH
 from maxlib.training._state import TrainState
 from maxlib.training._step import CompiledStep, Metrics, Step, jit_step
 from maxlib.training.losses import Batch
 
 _SUMS = ("num_targets", "num_tokens")
-_NO_MESH = Mesh(np.empty((), object), ())
 _LARGEST = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57_344.0}  # others are not scaled
 
 
@@ -273,7 +271,7 @@ class DiLoCoStep:
 
     def over_here(self, metrics: Metrics) -> Metrics:
         """Returns metrics of this process's replicas, `R` each, as one number; sums are those of all replicas."""
-        with jax.set_mesh(_NO_MESH):  # a process's part is on one device, whatever mesh the caller has set
+        with jax.set_mesh(NO_MESH):  # a process's part is on one device, whatever mesh the caller has set
             return {name: _over_here(name, x, self.diloco.replicas) for name, x in metrics.items()}
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
